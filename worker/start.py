@@ -16,7 +16,8 @@ from oobleck.worker.checkpoint.location import check_place
 from oobleck.worker.checkpoint.output import check_writable
 from oobleck.worker.context import WorkerContext
 from oobleck.worker.data.opening import Data, HeldOut, open_dataset, start_loaders
-from oobleck.worker.models import check_code, check_weights
+from oobleck.worker.models.initial import check_weights
+from oobleck.worker.models.own import check_code
 from oobleck.worker.profiling.preflight import on_this_node, preflight
 from oobleck.worker.runtime import code
 from oobleck.worker.runtime.control import Control

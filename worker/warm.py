@@ -21,8 +21,6 @@ from typing import NoReturn
 # The first backward from a given gradient imports this, at half a second of each worker's time.
 import torch.fx.experimental.symbolic_shapes  # noqa: F401
 
-# The built-in model, which most jobs train.
-import oobleck.worker.models.families.gpt  # noqa: F401
 from oobleck.core.messages import (
     ChildExited,
     Fork,

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from oobleck.core.job.model import ModelSpec
 from oobleck.model import Model
 from oobleck.worker.models.base import Layer
-from oobleck.worker.models.families.gpt import Block, Embedding, Head
+from oobleck.worker.models.gpt import Block, Embedding, Head
 
 
 class Plain(nn.Module):

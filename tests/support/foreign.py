@@ -11,7 +11,7 @@ from oobleck.core.job.families import decode_config
 from oobleck.core.job.model import ModelSpec
 from oobleck.core.job.model_file import family_model
 from oobleck.host.storage.exported import foreign_name
-from oobleck.worker.models import Layer
+from oobleck.worker.models.base import Layer
 from oobleck.worker.models.registry import tied_parameter
 
 TINY = {

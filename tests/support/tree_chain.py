@@ -17,7 +17,7 @@ from oobleck.core.job.code import Json
 from oobleck.core.job.description import Description, LayerSketch, TensorSketch, TreeSketch
 from oobleck.core.job.own import OwnModelSpec
 from oobleck.core.job.spec import DataSpec, JobSpec, TrainingSpec
-from oobleck.worker.models import Layer
+from oobleck.worker.models.base import Layer
 from oobleck.worker.models.linear import Linear
 from oobleck.worker.models.tree import flatten, map_tensors, structure
 from oobleck.worker.runtime.random import RowKeys

@@ -41,7 +41,8 @@ import torch
 from oobleck.core.job.model import ModelSpec
 from oobleck.core.job.spec import DataSpec, JobSpec, TrainingSpec
 from oobleck.core.job.optimization import OptimizerSpec
-from oobleck.worker.models import build_layer, initialise_parameters
+from oobleck.worker.models.initial import initialise_parameters
+from oobleck.worker.models.registry import build_layer
 from oobleck.worker.state import own_optimizer
 from oobleck.worker.state.optimizer import update
 from oobleck.worker.state.slices import Slice

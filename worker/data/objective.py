@@ -1,16 +1,23 @@
 """Objectives of training on token rows: inputs and targets as a function of (seed, step, position).
 
-Causal: predict each token from those before it. Masked (BERT, Devlin et al. 2019 §3.1): predict 15%
-of a row's tokens from all the others. Owns the choice of tokens and the loss; a row gives the same
-result on any worker.
+Causal: each token from those before it. Masked (BERT, Devlin et al. 2019 §3.1): 15% of a row's
+tokens from all the others. Owns the choice of tokens and the loss; a row gives the same on any
+worker.
+
+As torch computes the loss, the logits of a large vocabulary are there several times in float32:
+widened, their logarithms of shares, and a gradient of each. Here one chunk at a time is. The
+gradient is made with the loss, from the same shares, so nothing is computed twice.
 """
 
+from typing import Any
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from oobleck.core.job.families import decode_config, mask_token
 from oobleck.core.job.model import AnyModel, ModelSpec
-from oobleck.worker.models.cross_entropy import cross_entropy
+from oobleck.planner.profile.memory import LOSS_CHUNK
 from oobleck.worker.runtime.random import RowKeys, generator
 
 #: Share of a row's tokens to learn; of these, the shares masked and replaced at random.
@@ -19,6 +26,8 @@ MASKED = 0.8
 RANDOM = 0.1
 #: Target of a token that does not count.
 IGNORED = -100
+#: So few logits go through torch's own, which takes fewer operations, and more memory.
+_FEW = 1 << 18
 
 
 def inputs_and_targets(spec: AnyModel, tokens: Tensor, rows: RowKeys) -> tuple[Tensor, Tensor]:
@@ -54,3 +63,44 @@ def loss(logits: Tensor, targets: Tensor) -> Tensor:
     It overwrites the logits: see `cross_entropy`.
     """
     return cross_entropy(logits.flatten(0, 1), targets.flatten(), ignored=IGNORED)
+
+
+def cross_entropy(logits: Tensor, targets: Tensor, *, ignored: int) -> Tensor:
+    """Mean over the targets (n) that are not `ignored`, in float32 at least, of logits (n, c).
+
+    Where a gradient is wanted the logits may be used up: nobody may look at them after.
+    """
+    if logits.numel() <= _FEW and logits.dtype in (torch.float32, torch.float64):
+        return F.cross_entropy(logits, targets, ignore_index=ignored)
+    wanted = torch.is_grad_enabled() and logits.requires_grad
+    total: Tensor = _CrossEntropy.apply(logits, targets, ignored, wanted)  # type: ignore[no-untyped-call]
+    return total
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, ignored: int, wanted: bool) -> Tensor:
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        counted = targets != ignored
+        share = counted.sum().to(wide).reciprocal_()
+        # Of a target that is ignored, the first class stands for none; it counts with nothing.
+        classes, weights = targets.where(counted, 0)[:, None], (counted * share)[:, None]
+        less = torch.full((1, 1), -1.0, dtype=wide, device=logits.device)
+        losses = []
+        rows = max(1, LOSS_CHUNK // logits.shape[1])
+        for given, right, weight in zip(
+            *(torch.split(each, rows) for each in (logits, classes, weights)), strict=True
+        ):
+            logarithms = F.log_softmax(given, dim=1, dtype=wide)
+            losses.append((logarithms.gather(1, right) * weight).sum())
+            if wanted:
+                shares = logarithms.exp_().scatter_add_(1, right, less.expand_as(right))
+                torch.mul(shares, weight, out=given)
+        if wanted:
+            ctx.save_for_backward(logits)
+        return losses[0].neg() if len(losses) == 1 else torch.stack(losses).sum().neg()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        (gradient,) = ctx.saved_tensors
+        return gradient.mul_(gradients[0]), None, None, None

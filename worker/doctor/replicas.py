@@ -20,7 +20,8 @@ from oobleck.core.units import format_bytes
 from oobleck.planner.profile.memory import GROUP_CTAS, sum_bytes
 from oobleck.worker.data.objective import loss
 from oobleck.worker.doctor.pair import SMALL, pair
-from oobleck.worker.models import build_layer, initialise_parameters
+from oobleck.worker.models.initial import initialise_parameters
+from oobleck.worker.models.registry import build_layer
 from oobleck.worker.runtime.random import RowKeys
 from oobleck.worker.state.model_state import ModelState
 from oobleck.worker.step.stage import StageRunner

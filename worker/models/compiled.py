@@ -5,16 +5,22 @@ inputs of what is compiled, and layers of the same code share it, however many t
 whichever a plan puts here. All of a model is compiled before its worker is ready
 (`oobleck.worker.profiling.preflight`), and nothing from then on: no step waits for the compiler,
 and what nothing compiled fits runs as it is. Must not know which layers are compiled.
+
+`Compilation` finds out which layers torch takes, where a job is submitted: what a layer does is
+traced whole, forward and backward, on the numbers or shapes that it was described by; no machine
+code is made of it, so no C++ compiler is needed.
 """
 
 import errno
 import fcntl
 import importlib
+import logging
 import os
+import re
 import stat
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -24,12 +30,15 @@ import torch
 from torch import Tensor, nn
 
 from oobleck.worker.models.tree import Tree, map_tensors
+from oobleck.worker.runtime import code
 from oobleck.worker.runtime.errors import NodeError
 
 #: Codes that a model is compiled into at most: beyond that, code depends on numbers that are
 #: others in each layer. Each has variants: for training, for evaluation.
 MOST_CODES = 16
 _VARIANTS = 8
+#: Where in the user's code torch gave up: the last of the places that it tells.
+_PLACE = re.compile(r'File "(?:.*/)?([^"/]+)", line (\d+)')
 _COMPILER = (
     "torch._dynamo.convert_frame",
     "torch._inductor.compile_fx",
@@ -173,3 +182,75 @@ def _folder() -> Path:
             "that only the agent's user can write to; remove it on this node"
         )
     return folder
+
+
+class Compilation:
+    """The codes that a model's layers are compiled into, as far as they were looked at."""
+
+    def __init__(self) -> None:
+        # Loads the compiler, which takes seconds.
+        self._dynamo: Any = importlib.import_module("torch._dynamo.config")
+        registry: Any = importlib.import_module("torch._dynamo.backends.registry")
+        self._traced = registry.lookup_backend("aot_eager")
+        self._count = 0
+        #: The code that ran last.
+        self._ran: int | None = None
+        self._run = compiled(backend=self._backend)
+
+    def look(self, module: nn.Module, x: Tree, *, draws: bool) -> tuple[int | None, str]:
+        """The number of the code that `module` runs for `x`, or the reason why there is none."""
+        if draws:
+            return None, "it draws random numbers, which are other ones in compiled code"
+        full = self._count == MOST_CODES
+        self._ran = None
+        # In torch's words a failure is pages long.
+        quiet = logging.getLogger("torch._dynamo"), logging.getLogger("torch._functorch")
+        before = [logger.level for logger in quiet]
+        for logger in quiet:
+            logger.setLevel(logging.CRITICAL)
+        try:
+            with (
+                self._dynamo.patch(recompile_limit=_ANY, accumulated_recompile_limit=_ANY),
+                torch.compiler.set_stance("fail_on_recompile" if full else "default"),
+                code.running(f"model: {type(module).__name__}", passing=(Exception,)),
+            ):
+                self._run(module, x)
+        except Exception as error:  # noqa: BLE001  # torch, or a user's layer, may raise anything
+            if full:
+                return None, f"other layers have {MOST_CODES} codes already, and it fits none"
+            return None, _reason(error)
+        finally:
+            for logger, level in zip(quiet, before, strict=True):
+                logger.setLevel(level)
+        if self._ran is None:
+            return None, "it computes nothing"
+        return self._ran, ""
+
+    def _backend(self, graph: Any, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Traces the backward too, and notes which code it is that runs."""
+        traced = self._traced(graph, inputs)
+        number, self._count = self._count, self._count + 1
+
+        def run(*args: Any) -> Any:
+            self._ran = number
+            return traced(*args)
+
+        return run
+
+
+#: More than there can be.
+_ANY = 1 << 20
+
+
+#: The reason in torch's error when it traces a call of `oobleck.model.step`.
+_STEP = "oobleck.model.step()"
+
+
+def _reason(error: Exception) -> str:
+    """Reduce torch's error of many lines to one."""
+    text = str(error).strip()
+    if _STEP in text:
+        return f"it asks for the step ({_STEP}), another number in each"
+    what = text.partition("\n")[0].rstrip(".") or type(error).__name__
+    places = _PLACE.findall(text)
+    return f"{what} ({places[-1][0]}:{places[-1][1]})" if places else what

@@ -1,16 +1,18 @@
-"""Initial weights from a directory of safetensors: each layer takes its own tensors, memory-mapped.
+"""Initial weights of a layer: drawn, kept from its building, or read from safetensors.
 
 Owns under which names a file may have a parameter; `oobleck.host.storage.weight_files` says what
-files there are.
+files there are. A layer reads its own tensors alone, memory-mapped.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from oobleck.core.job.families import family_of
 from oobleck.core.job.model import AnyModel, ModelSpec
+from oobleck.core.job.own import OwnModelSpec
 from oobleck.host.storage.exported import foreign_name
 from oobleck.host.storage.weight_files import (
     StoredTensor,
@@ -19,15 +21,38 @@ from oobleck.host.storage.weight_files import (
     check_unchanged,
     open_weights,
 )
+from oobleck.worker.models import own
 from oobleck.worker.models.base import Layer
 from oobleck.worker.models.modes import cached
-from oobleck.worker.models.registry import build_layer, tied_parameter
+from oobleck.worker.models.registry import build_layer, family, tied_parameter
 from oobleck.worker.runtime.errors import JobError, NodeError
 
 #: Types that weights are computed with; what others hold means something only with a scale.
-_DTYPES = ("F64", "F32", "F16", "BF16")
+DTYPES = ("F64", "F32", "F16", "BF16")
 #: What norms were called in the first BERT checkpoints.
 _FORMER = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
+
+
+def initial_values(module: Layer) -> dict[str, Tensor]:
+    """Return the initial weights of an empty layer that was built with them; none of any other."""
+    return own.values(module) if isinstance(module, own.OwnLayer) else {}
+
+
+def initialise_parameters(
+    module: Layer, spec: AnyModel, seed: int, begun: Mapping[str, Tensor] | None = None
+) -> None:
+    """Give `module` its initial weights: those of the files that `spec` names, else a function of
+    (spec, seed, layer) alone. `begun`: its `initial_values`, if it has any."""
+    if isinstance(spec, OwnModelSpec):
+        assert isinstance(module, own.OwnLayer), "it was built from the same spec"
+        own.initialise(module, spec, seed, begun)
+        return
+    assert isinstance(spec, ModelSpec), "there are two kinds"
+    if spec.weights is None:
+        tied = tied_parameter(spec, module.layer)
+        family(spec).initialise(module, spec, seed, tied)
+    else:
+        _load_parameters(module, spec)
 
 
 @cached(maxsize=2)
@@ -68,14 +93,14 @@ def check_weights(spec: AnyModel) -> bytes:
 
 
 @torch.no_grad()
-def load_parameters(module: Layer, spec: ModelSpec) -> None:
-    """Fill `module` from the files, in its own precision. Raises JobError."""
+def _load_parameters(module: Layer, spec: ModelSpec) -> None:
+    """Fill `module` from the files, in its own precision. Raises JobError, NodeError."""
     assert spec.weights is not None
     files = weight_files(spec.weights)
     read: list[StoredTensor] = []
     for name, parameter in module.named_parameters():
         key, tensor = _find(files, spec, module.layer, name, tuple(parameter.shape))
-        parameter.copy_(_read(key, tensor))
+        parameter.copy_(read_tensor(files, key))
         read.append(tensor)
         if name == tied_parameter(spec, module.layer):
             _check_alike(files, key, foreign_name(spec, module.layer, name))
@@ -86,20 +111,22 @@ def _check_alike(files: WeightFiles, used: str, own: str) -> None:
     """Raise JobError where a tied parameter is in the files twice, with two values."""
     if own == used or own not in files.tensors:
         return
-    if not torch.equal(_read(own, files.tensors[own]), _read(used, files.tensors[used])):
+    if not torch.equal(read_tensor(files, own), read_tensor(files, used)):
         raise JobError(
             f"model.weights: {files.directory} has other values under {own} than under {used}, "
             "and the model ties them; set model.tied to false"
         )
 
 
-def _read(key: str, tensor: StoredTensor) -> torch.Tensor:
+def read_tensor(files: WeightFiles, key: str) -> Tensor:
+    """Read one tensor of `files`. Raises NodeError: other nodes may have the file whole."""
+    path = files.tensors[key].path
     try:
-        with safe_open(tensor.path, framework="pt") as file:
-            found: torch.Tensor = file.get_tensor(key)
+        with safe_open(path, framework="pt") as file:
+            found: Tensor = file.get_tensor(key)
     except (SafetensorError, OSError) as error:
-        raise JobError(
-            f"model.weights: {tensor.path}: cannot read {key}: {error}; copy it anew"
+        raise NodeError(
+            f"model.weights: {path}: cannot read {key}: {error}; copy it to this node anew"
         ) from error
     return found
 
@@ -121,10 +148,10 @@ def _find(
             f"model.weights: {tensor.path} has {key} as {list(tensor.shape)}, and the model "
             f"needs {list(shape)}; correct the config, or leave it out for that of the directory"
         )
-    if tensor.dtype not in _DTYPES:
+    if tensor.dtype not in DTYPES:
         raise JobError(
             f"model.weights: {tensor.path} has {key} as {tensor.dtype}, as quantised models do; "
-            f"give weights of type {', '.join(_DTYPES)}"
+            f"give weights of type {', '.join(DTYPES)}"
         )
     return key, tensor
 

@@ -1,8 +1,7 @@
 """Registry of the modules that build each kind of model.
 
-A family is a module in `families`, named by its kind, with a `FAMILY`. It is loaded when it is
-asked for, since transformers, which those of Hugging Face need, is optional and takes two seconds
-to import.
+The adapters are loaded when one is asked for, since transformers, which they need, is optional and
+takes two seconds to import.
 """
 
 import importlib
@@ -10,33 +9,34 @@ import sys
 
 import torch
 
-from oobleck.core.job.families import FAMILIES
 from oobleck.core.job.model import AnyModel, ModelSpec
 from oobleck.core.job.own import OwnModelSpec
-from oobleck.worker.models import own
+from oobleck.worker.models import gpt, own
 from oobleck.worker.models.base import Family, Layer
 from oobleck.worker.runtime.errors import JobError
 
-_FAMILIES = f"{__package__}.families"
+_ADAPTERS = f"{__package__}.adapters"
 _HUGGING_FACE = f"{__package__}.huggingface.causal_lm"
 
 
 def load(kind: str) -> bool:
     """Import what `kind` needs beyond this module; whether that brought in transformers. Raises
     ImportError where it is missing."""
-    if kind == "own":
+    if kind in ("own", "gpt"):
         return False
-    name = _HUGGING_FACE if kind == "huggingface" else f"{_FAMILIES}.{kind}"
+    name = _HUGGING_FACE if kind == "huggingface" else _ADAPTERS
     new = name not in sys.modules
     importlib.import_module(name)
-    return new and (kind in FAMILIES or kind == "huggingface")
+    return new
 
 
 def family(spec: ModelSpec) -> Family:
-    """Return the family for the kind of `spec`; raises JobError where its module cannot be
+    """Return the family for the kind of `spec`; raises JobError where transformers cannot be
     imported."""
+    if spec.kind == "gpt":
+        return gpt.FAMILY
     try:
-        found: Family = importlib.import_module(f"{_FAMILIES}.{spec.kind}").FAMILY
+        found: Family = importlib.import_module(_ADAPTERS).FAMILIES[spec.kind]
     except ImportError as error:
         raise JobError(
             f"model.kind: {spec.kind} needs the package transformers, which this node cannot "

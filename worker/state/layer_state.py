@@ -12,7 +12,7 @@ from torch import Tensor
 
 from oobleck.core.instructions import LayerPart
 from oobleck.core.routes import Shard
-from oobleck.worker.models import Layer
+from oobleck.worker.models.base import Layer
 from oobleck.worker.state.layout import Layout, Numbers
 from oobleck.worker.state.slices import Apart, Slice
 

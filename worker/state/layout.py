@@ -21,7 +21,8 @@ from oobleck.core.job.model import AnyModel
 from oobleck.core.routes import Shard
 from oobleck.core.ties import groups
 from oobleck.planner.programs.transfer import CUT_NUMBERS, cut
-from oobleck.worker.models import Layer, build_layer, place_parameters, tied_parameters
+from oobleck.worker.models.base import Layer, place_parameters
+from oobleck.worker.models.registry import build_layer, tied_parameters
 from oobleck.worker.runtime.errors import JobError
 
 #: Most names of parameters in an error about an unknown name.

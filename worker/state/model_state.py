@@ -14,13 +14,9 @@ from torch import Tensor
 from oobleck.core.instructions import LayerPart
 from oobleck.core.job.spec import JobSpec
 from oobleck.core.routes import Shard
-from oobleck.worker.models import (
-    Layer,
-    build_layer,
-    empty_layer,
-    initial_values,
-    initialise_parameters,
-)
+from oobleck.worker.models.base import Layer
+from oobleck.worker.models.initial import initial_values, initialise_parameters
+from oobleck.worker.models.registry import build_layer, empty_layer
 from oobleck.worker.runtime.errors import InvariantViolation
 from oobleck.worker.state.layer_state import LayerState
 from oobleck.worker.state.layout import Layout, Numbers, layout, point_parameters

@@ -19,7 +19,7 @@ from oobleck.core.job.model import ModelSpec
 from oobleck.core.job.spec import JobSpec
 from oobleck.model import at_step
 from oobleck.worker.data.objective import loss
-from oobleck.worker.models import Layer
+from oobleck.worker.models.base import Layer
 from oobleck.worker.models.linear import DeferredGradients, deferring
 from oobleck.worker.models.tree import Tree, map_tensors
 from oobleck.worker.runtime.code import running

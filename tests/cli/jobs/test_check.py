@@ -79,7 +79,7 @@ def test_a_submit_looks_too_and_asks_no_master_before(tmp_path: Path) -> None:
     done = run("submit", written(tmp_path, "batch_norm"), "--master", "127.0.0.1:1")
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = done.stderr.splitlines()
-    assert line.startswith("oobleck: layer 1 (BatchNorm1d): row 0 changes with the other rows")
+    assert line.startswith("oobleck: layer 1 (BatchNorm1d): row 0 of its output changes with the ")
 
 
 def test_code_that_ends_its_process_is_named(tmp_path: Path) -> None:

@@ -100,8 +100,8 @@ def test_chunks_make_the_loss_and_the_gradient_of_the_whole(
     rtol: float,
     ignoring: bool,
 ) -> None:
-    monkeypatch.setattr("oobleck.worker.models.cross_entropy.LOSS_CHUNK", chunk)
-    monkeypatch.setattr("oobleck.worker.models.cross_entropy._FEW", few)
+    monkeypatch.setattr("oobleck.worker.data.objective.LOSS_CHUNK", chunk)
+    monkeypatch.setattr("oobleck.worker.data.objective._FEW", few)
     source = torch.Generator().manual_seed(1)
     given = (3 * torch.randn(2, 20, 50, generator=source, dtype=torch.float64)).to(dtype)
     targets = torch.randint(50, (2, 20), generator=source)
@@ -133,7 +133,7 @@ def test_without_a_gradient_the_logits_stay() -> None:
 def test_logits_are_never_whole_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor a second time in bfloat16."""
     rows, classes, chunk = 4096, 2048, 64
-    monkeypatch.setattr("oobleck.worker.models.cross_entropy.LOSS_CHUNK", chunk * classes)
+    monkeypatch.setattr("oobleck.worker.data.objective.LOSS_CHUNK", chunk * classes)
     logits = torch.randn(2, rows // 2, classes, dtype=torch.bfloat16)
     targets = torch.randint(classes, (2, rows // 2))
     peaks = {}

@@ -32,11 +32,9 @@ GOOD = (
 )
 #: The beginning of what is said of each, and of the fix.
 BAD = {
-    "batch_norm": [
-        "layer 1 (BatchNorm1d): row 0 changes with the other rows, as in batch norm; use a norm"
-    ],
-    "centred": ["layer 1 (Centred): row 0 changes with the other rows"],
-    "averaged": ["layer 1 (Averaged): row 0 changes when it is alone; what becomes of a row"],
+    "batch_norm": ["layer 1 (BatchNorm1d): row 0 of its output changes with the other rows ("],
+    "centred": ["layer 1 (Centred): row 0 of its output changes with the other rows ("],
+    "averaged": ["layer 1 (Averaged): row 0 of its output changes when it is alone ("],
     "numpy_noise": [
         "layer 1 (NumpyNoise): draws from numpy's or random's generator; draw from torch's own",
         "layer 1 (NumpyNoise): gives something else when it is run again with the same seed; draw",
@@ -81,7 +79,7 @@ BAD = {
     ],
     "nothing_trained": ["model: no layer has a parameter that is trained; leave requires_grad"],
     "chosen": [
-        "layer 1 (Chosen): row 0 changes with the other rows",
+        "layer 1 (Chosen): row 0 of its output changes with the other rows (",
         "layer 1 (Chosen): gives float32[",
     ],
     "wider": [
@@ -156,6 +154,11 @@ def test_the_example_is_a_good_one() -> None:
 def test_a_bad_model_is_refused_with_what_is_wrong_and_the_fix(model: str) -> None:
     found = said(job(model))
     assert [line[: len(start)] for line, start in zip(found, BAD[model], strict=True)] == BAD[model]
+
+
+def test_a_batch_norm_is_refused_with_the_norms_to_use() -> None:
+    (line,) = said(job("batch_norm"))
+    assert line.endswith("use a norm that works within a row (LayerNorm, GroupNorm)")
 
 
 @pytest.mark.parametrize("data", BAD_DATA)

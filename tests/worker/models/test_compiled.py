@@ -17,7 +17,6 @@ from oobleck.core.job.spec import EvaluationSpec, JobSpec
 from oobleck.worker.data.own import OwnDataset
 from oobleck.worker.describe import look_at
 from oobleck.worker.models import compiled
-from oobleck.worker.models.checks import compilation
 from oobleck.worker.profiling.measure_layers import pass_once
 from oobleck.worker.profiling.preflight import preflight
 from oobleck.worker.runtime import code
@@ -78,7 +77,7 @@ def line_of(text: str) -> int:
 
 
 def test_codes_without_end_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compilation, "MOST_CODES", 3)  # of 16: each takes a while
+    monkeypatch.setattr(compiled, "MOST_CODES", 3)  # of 16: each takes a while
     _, said, description = looked_at("numbered", arguments="count: 5")
     assert [layer.compiled for layer in description.layers[:-1]] == [*range(3), *[None] * 2]
     assert "other layers have 3 codes already, and it fits none" in said[0]

@@ -12,11 +12,12 @@ from oobleck.core.job.spec import DataSpec, JobSpec, TrainingSpec
 from oobleck.planner.profile.estimate import estimate_profile
 from oobleck.worker import warm
 from oobleck.worker.data.objective import loss
-from oobleck.worker.models import build_layer, initialise_parameters, registry
+from oobleck.worker.models import registry
+from oobleck.worker.models.adapters import attend
 from oobleck.worker.models.base import keyed
-from oobleck.worker.models.families.foreign import attend
+from oobleck.worker.models.initial import initialise_parameters
 from oobleck.worker.models.linear import DeferredGradients, deferring
-from oobleck.worker.models.registry import tied_parameter
+from oobleck.worker.models.registry import build_layer, tied_parameter
 from oobleck.worker.profiling.bench import Bench
 from oobleck.worker.runtime.errors import JobError
 from oobleck.worker.runtime.random import RowKeys
@@ -341,8 +342,8 @@ def test_bfloat16_autocast_stays_close(kind):
 
 
 def test_without_transformers_the_error_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "oobleck.worker.models.families.llama", None)
-    monkeypatch.delattr("oobleck.worker.models.families.llama", raising=False)
+    monkeypatch.setitem(sys.modules, "oobleck.worker.models.adapters", None)
+    monkeypatch.delattr("oobleck.worker.models.adapters", raising=False)
     with pytest.raises(JobError, match=r"llama needs .* pip install 'transformers>=5.0'"):
         build_layer(spec_of("llama"), 1)
 
@@ -357,10 +358,10 @@ def test_the_warm_process_loads_a_family_once_and_leaves_a_missing_one_to_the_wo
     monkeypatch, caplog
 ):
     warm.load_for("bert")
-    assert "oobleck.worker.models.families.bert" in sys.modules
+    assert "oobleck.worker.models.adapters" in sys.modules
     assert not registry.load("bert"), "it is there"
     assert not registry.load("gpt"), "there is nothing to load"
-    monkeypatch.delitem(sys.modules, "oobleck.worker.models.families.llama", raising=False)
+    monkeypatch.delitem(sys.modules, "oobleck.worker.models.adapters", raising=False)
     monkeypatch.setitem(sys.modules, "transformers.models.llama.modeling_llama", None)
     with caplog.at_level("WARNING"):
         warm.load_for("llama")

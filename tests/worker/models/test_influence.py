@@ -23,21 +23,21 @@ INFLUENCES = {
     "Modulated": "row 0 of its output changes with the other rows (",
     "Branch": "row 0 of its output changes with the other rows (",
     "GatedByCount": "row 0 of its output changes when it is alone (",
-    "Summed": "row 0 changes as row 3 of more rows",
+    "Summed": "row 0 of its output changes as row 3 of more rows (",
     "Backwards": "the gradient of row 0's input changes with the other rows",
     "Leaning": "what row 0 adds to the gradient of weight changes with the other rows",
-    "CentredInEvaluation": "in evaluation row 0 changes with the other rows",
+    "CentredInEvaluation": "in evaluation row 0 of its output changes with the other rows (",
     "Warmed": "row 2 of its output changes with the other rows (",
 }
 #: As `INFLUENCES`, of layers in which a row's place or the number of rows matters.
 ANYWHERE = {
-    "ByPlace": "row 0 changes as row 3 of more rows",
+    "ByPlace": "row 0 of its output changes as row 3 of more rows (",
     "ByPlaceLater": "row 0 of its output changes as row 3 of more rows (",
     "ByPlaceAndDraws": "in evaluation row 0 of its output changes as row 3 of more rows (",
-    "CentredIfMany": "row 0 changes as row 0 of more rows",
+    "CentredIfMany": "row 0 of its output changes as row 0 of more rows (",
     "Averages": "the gradient of row 0's input changes as row 3 of more rows",
     "AveragesAndDraws": "in evaluation the gradient of row 0's input changes as row 3 of more",
-    "CountsInEvaluation": "in evaluation row 0 changes when it is alone",
+    "CountsInEvaluation": "in evaluation row 0 of its output changes when it is alone (",
     "GatedInEvaluation": "in evaluation row 0 of its output changes with the other rows (",
 }
 KEEPS = {
@@ -116,7 +116,9 @@ def test_a_gradient_that_is_not_scaled_is_refused_where_the_loss_gives_weights(l
 
 def test_a_row_of_integers_that_goes_into_others_is_found_at_another_place() -> None:
     (line,) = said("summed_ids", SENTENCES)
-    assert line.startswith("layer 0 (SummedIds): row 0 changes as row 3 of more rows")
+    assert line.startswith(
+        "layer 0 (SummedIds): row 0 of its output changes as row 3 of more rows ("
+    )
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp64"])

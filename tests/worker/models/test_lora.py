@@ -149,9 +149,9 @@ def test_a_layer_begins_with_one_look_into_the_files(
     saved("Qwen3ForCausalLM", tmp_path)
     job = job_of(tmp_path, "Qwen3ForCausalLM")
     expected = ModelState(job, torch.device("cpu")).initialise(1).storage[0].clone()
-    real, read = pretrained._tensor, list[str]()
+    real, read = pretrained.read_tensor, list[str]()
     monkeypatch.setattr(
-        pretrained, "_tensor", lambda files, key: read.append(key) or real(files, key)
+        pretrained, "read_tensor", lambda files, key: read.append(key) or real(files, key)
     )
     state = ModelState(job, torch.device("cpu"))
     begun = [state.initialise(1, part=part, parts=parts).storage[0] for part in range(parts)]

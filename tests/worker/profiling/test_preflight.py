@@ -23,7 +23,7 @@ from oobleck.worker.data.loaders import Loaders
 from oobleck.worker.data.opening import open_dataset
 from oobleck.worker.data.own import OwnDataset
 from oobleck.worker.describe import look_at
-from oobleck.worker.models import Layer
+from oobleck.worker.models.base import Layer
 from oobleck.worker.profiling.preflight import MARGIN_S, on_this_node, preflight
 from oobleck.worker.runtime import code
 from oobleck.worker.runtime.control import Control

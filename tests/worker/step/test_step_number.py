@@ -13,8 +13,8 @@ from oobleck.core.job.code import Json
 from oobleck.core.job.own import OwnModelSpec
 from oobleck.core.job.spec import DataSpec, JobSpec, TrainingSpec
 from oobleck.model import at_step, step
-from oobleck.worker.models.checks.compilation import Compilation
 from oobleck.worker.models.checks.describe import describe
+from oobleck.worker.models.compiled import Compilation
 from oobleck.worker.runtime import code
 from oobleck.worker.runtime.random import RowKeys
 from oobleck.worker.state.model_state import ModelState

@@ -1,8 +1,8 @@
 """Checks of a user's model that need real runs: small batches in host memory.
 
 One layer of each kind runs, alone in memory. Layers of a kind have the same shapes, so one's output
-stands for another's. Owns the checks of a whole model and its metrics; `check_layer` owns those of
-a single layer, `loss` those of the loss.
+stands for another's. Owns the checks of a whole model and its metrics; `layer` owns those of a
+single layer, `loss` those of the loss.
 """
 
 from collections import defaultdict
@@ -17,17 +17,15 @@ from oobleck.core.job.description import TreeSketch
 from oobleck.core.job.own import OwnModelSpec
 from oobleck.model import at_step
 from oobleck.worker.models import own
-from oobleck.worker.models.checks.check_layer import LayerCheck
-from oobleck.worker.models.checks.influence import WAYS, Influence
+from oobleck.worker.models.checks.layer import WAYS, LayerCheck
 from oobleck.worker.models.checks.loss import check_loss, influence_in_loss, weighs
-from oobleck.worker.models.checks.placement import misplaced
+from oobleck.worker.models.checks.placement import misplaced, own_layer
 from oobleck.worker.models.checks.rows import (
     Batches,
     finite,
     same_row,
     with_same_row,
 )
-from oobleck.worker.models.linear import split_linear
 from oobleck.worker.models.tree import Tree, map_tensors, shown, unflatten
 from oobleck.worker.runtime import code
 from oobleck.worker.runtime.errors import JobError
@@ -96,14 +94,18 @@ class _Check:
         output, targets = self._outputs[kind], _batches(self._targets)
         problems = check_loss(spec, output, targets)
         if not any(not problem.warning for problem in problems):
-            outputs = [(output, 1)]
+            outputs = [(output, 1, True)]
             outputs += [
-                (self._changed.get((kind, number), output), self._steps if way.last_step else 1)
+                (
+                    self._changed.get((kind, number), output),
+                    self._steps if way.last_step else 1,
+                    False,
+                )
                 for number, way in enumerate(WAYS)
             ]
-            for x, step in outputs:
+            for x, step, initial in outputs:
                 sides = x, _batches(self._targets, x.row)
-                if influence := influence_in_loss(spec, *sides, step):
+                if influence := influence_in_loss(spec, *sides, step, initial=initial):
                     problems.append(influence)
                     break
         return self._found + problems + _metrics(spec, output, targets)
@@ -111,75 +113,62 @@ class _Check:
     def _run_layer(self, layer: int) -> bool:
         """Check a layer. Returns whether the next one can run on its output."""
         spec = self._spec
-        module = own.in_precision(own.build_real(spec, self._seed, layer), self._dtype)
-        split_linear(module)  # as a worker does
+        module = own_layer(spec, layer, self._seed, self._dtype)
         where, kind = _named(layer, module), spec.order[layer]
         if any(tensor.is_meta for tensor in (*module.parameters(), *own.constants(module))):
             self._found.append(_without_numbers(where))
             return False
         below = spec.order[layer - 1] if layer else None
         given = _batches(self._inputs) if below is None else self._outputs[below]
-        looked_at, known = LayerCheck(module, where, self._seed), spec.description.layers[layer]
-        output = looked_at.run(given, draws=known.draws)
-        self._found += looked_at.problems
-        if output is None:
-            return False
-        if problem := _unlike(where, output.one, known.output):
-            self._found.append(problem)
-            return False
-        self._outputs[kind] = output
-        if all(other.warning for other in looked_at.problems):
-            self._found += misplaced(
-                module,
-                given.one,
-                spec,
-                layer,
-                seed=self._seed,
-                dtype=self._dtype,
-                where=where,
-                keeps=looked_at.keeps,
-            )
-            influence = Influence(
-                module,
-                self._seed,
-                draws=known.draws,
-                finite=finite(output.one) and finite(output.other),
-                steps=self._steps,
-                weighed=self._weighs and not known.whole,
-            )
-            self._look_for_influence(influence, where, below, kind)
-        return True
+        known = spec.description.layers[layer]
+        check = LayerCheck(
+            module,
+            where,
+            self._seed,
+            draws=known.draws,
+            steps=self._steps,
+            weighed=self._weighs and not known.whole,
+        )
+        output = check.run(given)
+        if output is not None and (sentence := _unlike(output.one, known.output)):
+            check.say(sentence)
+            output = None
+        if output is not None:
+            self._outputs[kind] = output
+        if output is not None and not check.refused:
+            seed, dtype = self._seed, self._dtype
+            check.say(misplaced(module, given.one, spec, layer, seed, dtype, keeps=check.keeps))
+            self._look(check, below, kind)
+        self._found += check.problems
+        return output is not None
 
-    def _look_for_influence(
-        self, influence: Influence, where: str, below: int | None, kind: int
-    ) -> None:
+    def _look(self, check: LayerCheck, below: int | None, kind: int) -> None:
+        """Check the layer with changed weights, on outputs of layers with such."""
         for number, way in enumerate(WAYS):
+            if check.refused:
+                return
             if below is None:
                 given = _batches(self._inputs, way.row % ROWS)
             else:
                 given = self._changed.get((below, number), self._outputs[below])
-            what, output = influence.look(given, way, data=below is None)
-            if what:
-                self._found.append(Problem(where=where, sentence=what))
-                return
+            output = check.look(given, way, data=below is None)
             if output is not None:
                 self._changed[kind, number] = output
 
 
-def _unlike(where: str, output: Tree, known: TreeSketch) -> Problem | None:
-    """Return a problem if the output for data has another form than for made-up numbers."""
+def _unlike(output: Tree, known: TreeSketch) -> str:
+    """Return a sentence if the output for data has another form than for made-up numbers."""
     made = (
         torch.empty((ROWS, *t.shape), dtype=getattr(torch, t.dtype), device="meta")
         for t in known.tensors
     )
     expected = shown(unflatten(known.structure, made))
     if shown(output) == expected:
-        return None
-    sentence = (
+        return ""
+    return (
         f"gives {shown(output)} for rows of the data, and {expected} for made-up ones; what a "
         "layer gives must not depend on the numbers it takes"
     )
-    return Problem(where=where, sentence=sentence)
 
 
 def _named(layer: int, module: nn.Module) -> str:
@@ -266,22 +255,10 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
     """Return whether two parameters of one storage have bytes in common."""
     if _geometry(one) == _geometry(other):
         return True
-    (begin, end), (start, stop) = _span(one), _span(other)
-    if end <= start or stop <= begin:
-        return False
     # Columns of a matrix interleave, so each byte counts.
     taken = torch.zeros(one.untyped_storage().nbytes(), dtype=torch.bool, device="cpu")
     _bytes_of(one, taken).fill_(True)
     return bool(_bytes_of(other, taken).any())
-
-
-def _span(tensor: Tensor) -> tuple[int, int]:
-    """Return the first byte of its storage that `tensor` has, and the one after its last."""
-    first, size = int(tensor.storage_offset()), tensor.element_size()
-    if not tensor.numel():
-        return first * size, first * size
-    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return first * size, (first + last + 1) * size
 
 
 def _bytes_of(tensor: Tensor, storage: Tensor) -> Tensor:

@@ -32,10 +32,9 @@ from oobleck.core.job.own import MOST_LAYERS, OwnModelSpec
 from oobleck.core.job.spec import JobSpec
 from oobleck.model import at_step, same_parameters
 from oobleck.worker.models import own
-from oobleck.worker.models.checks import built, hooks
-from oobleck.worker.models.checks.check_layer import PER_ROW
-from oobleck.worker.models.checks.compilation import Compilation
-from oobleck.worker.models.compiled import Prepared
+from oobleck.worker.models.checks import built
+from oobleck.worker.models.checks.rows import PER_ROW
+from oobleck.worker.models.compiled import Compilation, Prepared
 from oobleck.worker.models.linear import is_hooked
 from oobleck.worker.models.tree import flatten, map_tensors, shown, structure, unflatten
 from oobleck.worker.runtime import code
@@ -119,7 +118,7 @@ def describe(job: JobSpec, sample: tuple[Any, Any], warnings: list[Problem] | No
         found.append((incoming, shapes, layer))
         incoming, giver = layer.output, f"layer {number} ({layer.name})"
     _check_alike(tied, [dict(shapes) for _, shapes, _ in found])
-    hooks.check_tied(spec, job.training.seed, dtype, tied)
+    built.check_tied(spec, job.training.seed, dtype, tied)
     kinds = list(dict.fromkeys(found))
     if warnings is not None and not spec.code.ours:
         for number in sorted({found.index(kind) for kind in kinds}):
@@ -151,7 +150,7 @@ def _foreign(spec: OwnModelSpec) -> Foreign | None:
     model."""
     if spec.architecture is None:
         return None
-    from oobleck.worker.models.huggingface.exported import foreign  # it loads transformers
+    from oobleck.worker.models.huggingface.causal_lm import foreign  # it loads transformers
 
     return foreign(spec)
 
@@ -263,7 +262,7 @@ class _Layer:
         whole = False
         if any(map(is_hooked, trained.values())):
             module = own.in_precision(own.build_real(self.spec, self.seed, self.number), self.dtype)
-            whole = hooks.are_wanted_whole(module, where)
+            whole = built.are_wanted_whole(module, where)
         shapes = tuple((name, tuple(p.shape)) for name, p in trained.items())
         sketch = LayerSketch(
             name=type(module).__name__,

@@ -7,10 +7,17 @@ from torch import Tensor
 from oobleck.core.job.own import OwnModelSpec
 from oobleck.model import at_step
 from oobleck.worker.models import own
-from oobleck.worker.models.checks.check_layer import ANYWHERE, PER_ROW
-from oobleck.worker.models.checks.influence import crowded
 from oobleck.worker.models.checks.kept import changed, kept
-from oobleck.worker.models.checks.rows import Batches, close, finite, leaf, same_row, unlike
+from oobleck.worker.models.checks.rows import (
+    ANYWHERE,
+    PER_ROW,
+    Batches,
+    close,
+    crowded,
+    finite,
+    leaf,
+    same_row,
+)
 from oobleck.worker.models.tree import Tree, flatten, map_tensors, unflatten
 from oobleck.worker.runtime import code
 from oobleck.worker.runtime.problem import Problem
@@ -88,22 +95,6 @@ def _look_at_rows(spec: OwnModelSpec, output: Batches, targets: Batches) -> list
         return [*found, _problem("draws random numbers; a layer may, a loss may not")]
     if not alike:
         return found
-    other, alone = of(output.other, targets.other), of(output.alone(), targets.alone())
-    more = of(output.both(), targets.both())
-    for number, what in enumerate(("loss", "weight")):
-        mine = one[number]
-        seen = next(unlike(mine, other[number], exact=True), None)
-        seen = seen or next(unlike(mine, alone[number], exact=False), None)
-        if seen is not None:
-            sentence = f"row 0's {what} changes with the other rows ({seen.seen}); {_BY_ROW}"
-            found.append(_problem(sentence))
-            continue
-        for there in (0, output.later):
-            seen = next(unlike(mine, more[number], exact=False, there=there), None)
-            if seen is not None:
-                sentence = f"row 0's {what} changes as row {there} of more rows ({seen.seen})"
-                found.append(_problem(f"{sentence}; {ANYWHERE}"))
-                break
     try:
         with code.running("loss", " cannot be differentiated"):
             sums.mean().backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
@@ -120,28 +111,29 @@ _BY_ROW = (
 
 
 def influence_in_loss(
-    spec: OwnModelSpec, output: Batches, targets: Batches, step: int
+    spec: OwnModelSpec, output: Batches, targets: Batches, step: int, *, initial: bool
 ) -> Problem | None:
-    """Return a problem if a row's loss or weight changes with the other rows, for outputs of other
-    weights. Errors and infinite numbers are no problem: training may never give such outputs."""
+    """Return a problem if a row's loss or weight changes with the other rows, with their number, or
+    at another place. `initial`: with the initial weights; for outputs of others errors and infinite
+    numbers are no problem, since training may never give such. Raises JobError."""
     row = output.row
-    first = _row_loss(spec, output.one, targets.one, row, step)
-    others = [(output.other, targets.other, row)]
-    others += [(crowded(output, sign), targets.one, row) for sign in (1.0, -1.0)]
-    others.append((output.both(), targets.both(), output.later))
-    for x, t, there in others:
-        again = _row_loss(spec, x, t, there, step)
-        how, advice = "with the other rows", _BY_ROW
-        if there != row:
-            how, advice = f"as row {there} of more rows", ANYWHERE
+    beside, place = ("with the other rows", _BY_ROW, True), "as row {} of more rows"
+    others = [(output.other, targets.other, row, *beside)]
+    if not initial:
+        others += [(crowded(output, sign), targets.one, row, *beside) for sign in (1.0, -1.0)]
+    for there in (row, output.later):
+        more = output.both(), targets.both(), there, place.format(there), ANYWHERE, False
+        others.append(more)
+    others.append((output.alone(), targets.alone(), 0, "when it is alone", _BY_ROW, False))
+    first = _row_loss(spec, output.one, targets.one, row, step, initial=initial)
+    for x, t, there, how, advice, exact in others:
+        again = _row_loss(spec, x, t, there, step, initial=initial)
         if first is None or again is None:
             continue
-        for what, mine, beside in zip(("loss", "weight"), first[:2], again[:2], strict=True):
-            if close(mine, beside, exact=there == row):
-                continue
-            seen = f"{mine.item():.4g} becomes {beside.item():.4g}"
-            sentence = f"row {row}'s {what} changes {how} ({seen}) for some outputs"
-            return _problem(f"{sentence}; {advice}")
+        for what, mine, other in zip(("loss", "weight"), first[:2], again[:2], strict=True):
+            if not close(mine, other, exact=exact):
+                seen = f"{mine.item():.4g} becomes {other.item():.4g}"
+                return _problem(f"row {row}'s {what} changes {how} ({seen}); {advice}")
         pairs = zip(first[2], again[2], strict=True)
         if any(not close(a, b, exact=False) for a, b in pairs):
             return _problem(f"the gradient of row {row}'s loss changes {how}; {advice}")
@@ -149,23 +141,26 @@ def influence_in_loss(
 
 
 def _row_loss(
-    spec: OwnModelSpec, output: Tree, targets: Tree, row: int, step: int
+    spec: OwnModelSpec, output: Tree, targets: Tree, row: int, step: int, *, initial: bool
 ) -> tuple[Tensor, Tensor, list[Tensor]] | None:
     """Return the loss of `row`, its weight, and the gradients of its loss in that row of `output`;
-    None if it fails or is not finite."""
+    None if it fails or is not finite with other weights than the initial ones."""
     given = map_tensors(lambda tensor: leaf(tensor.clone(), tensor.requires_grad), output)
     x = map_tensors(lambda tensor: tensor.clone(), given)
     torch.manual_seed(0)
     try:
         with at_step(step):
             losses, weights = own.row_losses(spec, x, targets, len(flatten(targets)[0]))
-        losses[row].backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    except Exception:  # noqa: BLE001  # training may never give such numbers
+        with code.running("loss", " cannot be differentiated"):
+            losses[row].backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    except Exception:
+        if initial:
+            raise
         return None
     gradients = [t.grad[row : row + 1] for t in flatten(given) if t.grad is not None]
     loss = losses[row].detach()
     weight = torch.ones(()) if weights is None else weights[row]
-    return (loss, weight, gradients) if finite([loss, weight, *gradients]) else None
+    return (loss, weight, gradients) if initial or finite([loss, weight, *gradients]) else None
 
 
 def _look_at_tensors(spec: OwnModelSpec, output: Tree, targets: Tree) -> list[Problem]:

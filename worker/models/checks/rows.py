@@ -15,6 +15,20 @@ from oobleck.worker.models.tree import Tree, flatten, map_tensors, structure, un
 #: Tolerances for equal sums, and for sums in another order: powers of the type's precision,
 #: relative to the largest number. In float32 they are 2e-5 and 3e-4.
 _EXACT, _SUMS = 2 / 3, 1 / 2
+#: Factor on the numbers of other rows, so that they outweigh the shared row.
+_CROWD = 3.0
+#: Advice where a row's place or the number of rows matters.
+ANYWHERE = (
+    "workers that share a stage compute some rows each, so what becomes of a row must not depend "
+    "on its place in the batch, nor on how many rows there are; compute it from that row alone, "
+    "without len(x) or numbers by row"
+)
+#: Advice for a loss that is computed over a batch.
+PER_ROW = (
+    "Which rows are computed together differs from plan to plan, so compute it for each row alone: "
+    "over the row's own tokens, p.mean(1) instead of p.mean(0) or p.mean(), one number per row; "
+    "training takes the mean over all rows"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +62,19 @@ def with_same_row(one: Tree, other: Tree, row: int = 0) -> Batches:
         leaf(torch.cat([b[:row], a[row : row + 1], b[row + 1 :]]), a.requires_grad) for a, b in rows
     ]
     return Batches(one, unflatten(structure(other), mixed), row)
+
+
+def crowded(x: Batches, sign: float) -> Tree:
+    """Return the first batch with large numbers of that sign in the other rows."""
+
+    def fill(tensor: Tensor) -> Tensor:
+        if not tensor.is_floating_point():
+            return tensor
+        large = sign * _CROWD * tensor.detach().abs()
+        large[x.row] = tensor.detach()[x.row]
+        return leaf(large, tensor.requires_grad)
+
+    return map_tensors(fill, x.one)
 
 
 def same_row(a: Tree, b: Tree, *, exact: bool, row: int = 0, there: int | None = None) -> bool:

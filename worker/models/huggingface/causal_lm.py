@@ -7,6 +7,7 @@ tables are made anew for each layer (`unsplit`).
 """
 
 import copy
+import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -16,11 +17,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from oobleck.core.job.code import NO_ARGUMENTS, Json
+from oobleck.core.job.description import Foreign
 from oobleck.core.job.lora import LoraSpec
+from oobleck.core.job.own import OwnModelSpec
 from oobleck.model import Model, Tensors
 from oobleck.worker.models.compiled import Prepared
 from oobleck.worker.models.huggingface import pretrained
-from oobleck.worker.models.huggingface.architecture import Architecture, choose, configuration
+from oobleck.worker.models.huggingface.architecture import (
+    Architecture,
+    choose,
+    configuration,
+    fresh_configuration,
+)
 from oobleck.worker.models.huggingface.balancing import (
     Balance,
     balance_of,
@@ -28,7 +37,7 @@ from oobleck.worker.models.huggingface.balancing import (
     recorded,
     routing_sums,
 )
-from oobleck.worker.models.huggingface.lora import adapt, choose_adapters
+from oobleck.worker.models.huggingface.lora import adapt, adapter_config, choose_adapters
 from oobleck.worker.models.huggingface.unsplit import (
     fill,
     front,
@@ -364,3 +373,43 @@ def _fill(layer: nn.Module, architecture: Architecture, owner: Any, foreign: str
         names = {name: foreign + name.removeprefix(_PART) for name in layer.state_dict()}
         pretrained.load(layer, architecture, names, device)
     fill(layer, architecture, owner, device)
+
+
+def foreign(spec: OwnModelSpec) -> Foreign:
+    """Return these facts for a model that is named by its architecture. Raises JobError."""
+    chosen = choose(spec.architecture, json.loads(spec.config or NO_ARGUMENTS), spec.weights)
+    parts = take_apart(chosen, torch.get_default_dtype())
+    blocks = f"{parts.prefix}{parts.name}."
+    if spec.lora is not None:
+        config = adapter_config(chosen, spec.lora)
+        return Foreign(config=config, blocks=blocks, adapters=True)
+    return Foreign(
+        config=_export_config(chosen),
+        blocks=blocks,
+        kept=tuple(_kept(chosen, len(parts.layers) + 2)) if chosen.weights is not None else (),
+    )
+
+
+def _export_config(architecture: Architecture) -> Json:
+    config = fresh_configuration(architecture)
+    config.architectures = [architecture.name]
+    keys = json.loads(config.to_json_string())
+    # transformers takes the weights' own then: they are of the precision that was trained in.
+    keys.pop("dtype", None)
+    return Json(json.dumps(keys))
+
+
+def _kept(architecture: Architecture, count: int) -> Iterator[tuple[str, str]]:
+    """Tensors of an export that are not trained, and their names in the files that the model began
+    with, which alone have them. Raises JobError."""
+    for number in range(count):
+        with torch.device("meta"), without_draws():
+            layer = build(architecture, number)
+        names = foreign_names(architecture, number)
+        parameters = layer.named_parameters(remove_duplicate=False)
+        trained = {names[name] for name, p in parameters if p.requires_grad}
+        kept = [full for full in names.values() if full not in trained]
+        # Several may come from the same pieces.
+        yield from dict.fromkeys(
+            pair for full in kept for pair in pretrained.stored(architecture, full, trained)
+        )

@@ -12,7 +12,6 @@ from itertools import chain
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
@@ -25,12 +24,9 @@ from transformers.core_model_loading import (
 from oobleck.host.storage.weight_files import WeightFiles
 from oobleck.worker.models.huggingface.architecture import Architecture
 from oobleck.worker.models.huggingface.unsplit import take_apart
-from oobleck.worker.models.initial import check_as_begun, weight_files
+from oobleck.worker.models.initial import DTYPES, check_as_begun, read_tensor, weight_files
 from oobleck.worker.models.modes import cached
-from oobleck.worker.runtime.errors import JobError, NodeError
-
-#: Types that weights are computed with; what others hold means something only with a scale.
-_DTYPES = ("F64", "F32", "F16", "BF16")
+from oobleck.worker.runtime.errors import JobError
 
 
 @dataclass(slots=True)
@@ -58,10 +54,10 @@ def check(architecture: Architecture, names: Mapping[str, str]) -> None:
             )
         for key in [] if source is None else chain.from_iterable(source.keys.values()):
             tensor = files.tensors[key]
-            if tensor.dtype not in _DTYPES and model[full].is_floating_point():
+            if tensor.dtype not in DTYPES and model[full].is_floating_point():
                 raise JobError(
                     f"model.weights: {tensor.path} has {key} as {tensor.dtype}, as quantised "
-                    f"models do; give weights of type {', '.join(_DTYPES)}"
+                    f"models do; give weights of type {', '.join(DTYPES)}"
                 )
             if source is not None and source.converter is None:
                 _check_shape(key, full, tensor.shape, tuple(model[full].shape))
@@ -223,7 +219,7 @@ def _read(architecture: Architecture, stored: str, source: _Source) -> dict[str,
     """The tensors that `source` gives, by name in the whole model."""
     files = _files(architecture)
     tensors = {
-        pattern: [_tensor(files, key) for key in keys] for pattern, keys in source.keys.items()
+        pattern: [read_tensor(files, key) for key in keys] for pattern, keys in source.keys.items()
     }
     if source.converter is None:
         ((value,),) = tensors.values()
@@ -235,15 +231,3 @@ def _read(architecture: Architecture, stored: str, source: _Source) -> dict[str,
     model = _whole(architecture).model
     made = converter.convert(stored, model=model, config=model.config)
     return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
-
-
-def _tensor(files: WeightFiles, key: str) -> Tensor:
-    path = files.tensors[key].path
-    try:
-        with safe_open(path, framework="pt") as file:
-            found: Tensor = file.get_tensor(key)
-    except (SafetensorError, OSError) as error:
-        raise NodeError(
-            f"model.weights: {path}: cannot read {key}: {error}; copy it to this node anew"
-        ) from error
-    return found
