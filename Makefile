@@ -44,7 +44,7 @@ soak: setup
 	$(BIN)/python -m pytest --numprocesses 3 --dist load --maxschedchunk 1 -m soak tests/fault
 	$(BIN)/python -m pytest -m soak tests/fuzz
 	$(BIN)/python -m pytest -m soak tests/cli/ssh tests/cli/dashboard tests/deploy
-	$(BIN)/python -m pytest -m soak tests/worker tests/cluster tests/master tests/planner tests/core
+	$(BIN)/python -m pytest -m soak tests/worker tests/cluster tests/gpu tests/master tests/planner tests/core
 	$(BIN)/python -m bench.soak
 
 # What happened in one seed of the simulation, as in `make replay SEED=7`. Its modules load gRPC before

@@ -24,8 +24,6 @@ from oobleck.master.state.job import ENDED
 
 log = logging.getLogger(__name__)
 
-#: What must be installed beside the master for a program; of others nothing.
-NEEDS = {"tensorboard": "tensorboard", "wandb": "wandb"}
 #: Copies that are written at a time: no job has more programs than that.
 _MOST = 3
 #: Between two looks at what is wanted.
@@ -53,14 +51,11 @@ def wanted(state: ClusterState, finished: Collection[Copy]) -> list[Copy]:
 def check_installed(job: JobSpec) -> None:
     """Raises ValueError where a program that the job names is missing here. Loads none."""
     for name in job.track:
-        package = NEEDS.get(name)
-        if package is None:
-            continue
-        found = importlib.util.find_spec(package)
+        found = importlib.util.find_spec(name)
         if found is None or found.origin is None:  # a folder of that name is none
             raise ValueError(
-                f"track: {package} is not installed where the master runs; run there: pip install "
-                f"{package}, or leave {name} out"
+                f"track: {name} is not installed where the master runs; run there: pip install "
+                f"{name}, or leave {name} out"
             )
 
 

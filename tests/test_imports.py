@@ -41,7 +41,6 @@ LEVELS = {
         "checkpoint",
         "recovery",
         "profiling",
-        "doctor",
     ),
     "agent": ("processes", "connection"),
     "master": ("events", "state", "planning", "storage", "rules", "clients", "api", "metrics"),

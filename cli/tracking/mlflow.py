@@ -1,233 +1,200 @@
-"""Copy of a job for MLflow: one run in its file store (`mlruns`), which only grows.
+"""A job for MLflow: one run, written by MLflow's own client. Needs the package mlflow-skinny.
 
-The layout of that store has been stable since MLflow 1 and is frozen, so it is written without the
-package mlflow; MLflow's own calls scan the whole run for each number.
-
-The files get their lines first, then `oobleck.json` in the run's folder records the length of each.
-However the writing process ended, the next one truncates every file to that length and continues.
-If a file is shorter, as after a power loss, the run is written from the beginning: the master has
-all records.
+The run is in the tracking server or store that MLFLOW_TRACKING_URI names, else in a file store in
+the directory. The job's folder has how far the run is. If a writer ended amid writing, the next one
+asks the run for the newest step of each metric, so no number is written twice; MLflow reads the
+whole run for that.
 """
 
-import hashlib
+import contextlib
+import fcntl
 import os
 import re
-import shutil
-from collections import defaultdict, deque
+import tempfile
+from collections.abc import Iterator
+from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
 import msgspec
-import yaml
+from mlflow import MlflowClient
+from mlflow.entities import Metric
+from mlflow.exceptions import MlflowException
 
+from oobleck.cli.options import FAILED
 from oobleck.cli.tracking import values
 from oobleck.cli.tracking.feed import Item, Written
 from oobleck.cli.tracking.folder import open_locked
+from oobleck.host.command import CommandFailed
 
 #: The store, in the directory that all jobs share.
 STORE = "mlflow"
-_EVENTS = "artifacts/events.txt"
-#: Name of a file that will replace another.
-_NEW = ".new"
-#: Number of the last events in a run's description; the file has all of them.
-_TOLD = 20
-#: Most lines that wait to be written together.
-_MOST_WAITING = 10_000
-#: MLflow's numbers for the states of a run.
-_RUNNING = 1
-_ENDS = {"succeeded": 3, "failed": 4, "cancelled": 5}
-#: Characters that MLflow forbids in names of metrics.
+_EVENTS = "events.txt"
+#: Tag with the job's id.
+_JOB = "oobleck.job"
+#: Errors for a run that is not there, and for one that was deleted.
+_GONE = ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE")
+#: Events in a run's description, and the characters of each; MLflow takes 8000 in all.
+_DESCRIBED, _LONGEST_LINE = 20, 380
+#: Numbers of one call, and numbers that wait to be written together.
+_MOST_NUMBERS, _MOST_WAITING = 1000, 10_000
+_SETTINGS = {
+    "MLFLOW_ALLOW_FILE_STORE": "true",
+    "MLFLOW_DISABLE_TELEMETRY": "true",  # else MLflow reports its use to its makers
+    "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
+}
+_ENDS = {"succeeded": "FINISHED", "failed": "FAILED", "cancelled": "KILLED"}
+#: Characters that MLflow takes in no metric's name.
 _UNNAMED = re.compile(r"[^\w.\- ]")
 _LONGEST_NAME = 60
-#: Digits of a name's hash, if its file needs another name.
+#: Digits of the hash that a changed name gets.
 _DIGITS = 8
 
 
-class _Progress(msgspec.Struct, kw_only=True):
-    """Position of a copy, kept in the run's folder."""
+class _Position(msgspec.Struct, frozen=True, kw_only=True):
+    """Steps that the run has. `begun`: it may have more, since a writer was about to write."""
 
+    run: str = ""
     step: int = 0
     evaluation: int = 0
-    event: int = 0
-    status: int = _RUNNING
-    #: In milliseconds; 0: unknown yet.
-    start: int = 0
-    end: int = 0
-    #: Length of each file.
-    sizes: dict[str, int] = msgspec.field(default_factory=dict)
+    begun: bool = False
 
 
 class MLflow:
     def __init__(self, folder: Path, job_id: str) -> None:
-        """Open or make the run. Raise CommandFailed or OSError."""
-        self._lock = open_locked(folder / job_id / "mlflow.lock")
+        """Raises CommandFailed, OSError."""
+        for name, value in _SETTINGS.items():
+            os.environ.setdefault(name, value)
+        store = os.environ.get("MLFLOW_TRACKING_URI") or (folder / STORE).absolute().as_uri()
+        self.written = Written()
         self._name = job_id
-        # Hashed, because MLflow's ids allow no full stops, and jobs' ids do.
-        self._id = hashlib.sha256(job_id.encode()).hexdigest()[:32]
-        self._experiment = _make_experiment(folder / STORE, job_id.rpartition("-")[0])
-        self._run = self._experiment / self._id
-        self._progress = _recover(self._run)
-        self._waiting: dict[str, list[str]] = defaultdict(list)
-        self._count = 0
-        self._made = False
-        self._last = deque(_lines(self._run / _EVENTS), maxlen=_TOLD)
+        self._waiting: list[Metric] = []
+        #: The newest step of each metric that is in the run already.
+        self._last: dict[str, int] = {}
+        self._lines: list[str] = []
+        self._new_lines = False
+        self._end: tuple[str, int] | None = None
+        self._path = folder / job_id / "mlflow.json"
+        self._lock = open_locked(folder / job_id / "mlflow.lock")
+        try:
+            with _explained():
+                self._client = MlflowClient(store)
+                self._experiment = _experiment(self._client, folder, job_id.rpartition("-")[0])
+                self._at = self._resume()
+        except BaseException:
+            self._lock.close()
+            raise
 
-    @property
-    def written(self) -> Written:
-        at = self._progress
-        return Written(step=at.step, evaluation=at.evaluation, event=at.event)
+    def _resume(self) -> _Position:
+        """Find how far the run is; a position without a run if there is none, or none any more."""
+        try:
+            at = msgspec.json.decode(self._path.read_bytes(), type=_Position)
+            self._client.set_tag(at.run, _JOB, self._name)
+        except (FileNotFoundError, msgspec.DecodeError):
+            return _Position()
+        except MlflowException as error:
+            if error.error_code not in _GONE:
+                raise
+            return _Position()
+        if at.begun:
+            history = self._client.get_metric_history
+            for name in self._client.get_run(at.run).data.metrics:
+                self._last[name] = max(number.step for number in history(at.run, name))
+        with tempfile.TemporaryDirectory() as folder, contextlib.suppress(MlflowException, OSError):
+            text = Path(self._client.download_artifacts(at.run, _EVENTS, folder)).read_text()
+            self._lines = text.rpartition("\n")[0].splitlines()
+        event = int(self._lines[-1].partition(":")[0]) if self._lines else 0
+        self.written = Written(step=at.step, evaluation=at.evaluation, event=event)
+        return at
 
     def write(self, item: Item) -> None:
-        record, progress = item.record, self._progress
+        at, record, step = self.written, item.record, item.step
         time = round(1000 * record["time"])
-        progress.start = progress.start or time
+        if not self._at.run:
+            with _explained():
+                tags = {_JOB: self._name}
+                run = self._client.create_run(self._experiment, time, tags, self._name)
+            self._save(_Position(run=str(run.info.run_id)))
         match item.kind:
             case "step":
-                self._metrics(time, record["step"], values.of_step(record))
-                progress.step = record["step"]
+                self._add(time, step, values.of_step(record))
+                at = Written(step=step, evaluation=at.evaluation, event=at.event)
             case "evaluation":
-                self._metrics(time, record["step"], values.of_evaluation(record))
-                progress.evaluation = record["step"]
+                self._add(time, step, values.of_evaluation(record))
+                at = Written(step=at.step, evaluation=step, event=at.event)
             case "event":
-                self._event(time, item)
-        if self._count >= _MOST_WAITING:
+                self._lines.append(f"{values.of_event(record)} (after step {step})")
+                self._new_lines = True
+                if status := _ENDS.get(record["event"]):
+                    self._end = status, time
+                at = Written(step=at.step, evaluation=at.evaluation, event=record["id"])
+        self.written = at
+        if len(self._waiting) >= _MOST_WAITING:
             self.flush()
 
     def flush(self) -> None:
-        if not self._waiting and self._made:
+        if not self._waiting and not self._new_lines:
             return
-        progress = self._progress
-        if not self._made:
-            for name in ("metrics", "params", "tags", "artifacts"):
-                (self._run / name).mkdir(parents=True, exist_ok=True)
-        for name, lines in self._waiting.items():
-            path = self._run / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("ab") as file:
-                file.write("".join(lines).encode())
-                progress.sizes[name] = file.tell()
-        self._replace("oobleck.json", msgspec.json.encode(progress))
-        if _EVENTS in self._waiting or not self._made:
-            self._describe()
+        self._save(msgspec.structs.replace(self._at, begun=True))
+        with _explained():
+            for begin in range(0, len(self._waiting), _MOST_NUMBERS):
+                some = self._waiting[begin : begin + _MOST_NUMBERS]
+                self._client.log_batch(self._at.run, metrics=some)
+            if self._new_lines:
+                self._describe()
+        to = self.written
+        self._save(_Position(run=self._at.run, step=to.step, evaluation=to.evaluation))
         self._waiting.clear()
-        self._count, self._made = 0, True
+        self._new_lines = False
 
     def close(self) -> None:
         self._lock.close()
 
-    def _metrics(self, time: int, step: int, numbers: dict[str, float]) -> None:
+    def _save(self, position: _Position) -> None:
+        new = self._path.with_suffix(".new")
+        new.write_bytes(msgspec.json.encode(position))
+        new.replace(self._path)
+        self._at = position
+
+    def _add(self, time: int, step: int, numbers: dict[str, float]) -> None:
         for name, number in numbers.items():
-            self._add(f"metrics/{_file_name(name)}", f"{time} {number} {step}\n")
-
-    def _event(self, time: int, item: Item) -> None:
-        line = f"{values.of_event(item.record)} (after step {item.step})"
-        self._add(_EVENTS, line + "\n")
-        self._last.append(line)
-        self._progress.event = item.record["id"]
-        if status := _ENDS.get(item.record["event"]):
-            self._progress.status, self._progress.end = status, time
-
-    def _add(self, name: str, line: str) -> None:
-        self._waiting[name].append(line)
-        self._count += 1
+            name = _metric_name(name)
+            if step > self._last.get(name, -1):
+                self._waiting.append(Metric(name, number, time, step))
 
     def _describe(self) -> None:
-        """Write the description that MLflow shows beside the numbers."""
-        progress = self._progress
-        self._replace("tags/mlflow.runName", self._name.encode())
-        note = "".join(f"    {line}\n" for line in self._last)
-        self._replace("tags/mlflow.note.content", note.encode())
-        self._replace(
-            "meta.yaml",
-            _yaml(
-                {
-                    "artifact_uri": (self._run / "artifacts").absolute().as_uri(),
-                    "end_time": progress.end or None,
-                    "entry_point_name": "",
-                    "experiment_id": self._experiment.name,
-                    "lifecycle_stage": "active",
-                    "run_id": self._id,
-                    "run_name": self._name,
-                    "run_uuid": self._id,
-                    "source_name": "",
-                    "source_type": 4,
-                    "source_version": "",
-                    "start_time": progress.start,
-                    "status": progress.status,
-                    "tags": [],
-                    "user_id": "",
-                }
-            ),
-        )
-
-    def _replace(self, name: str, content: bytes) -> None:
-        # MLflow takes every file beside a tag for a tag, including one left by a killed process.
-        _replace(self._run / name, content, self._run / _NEW)
+        """Write how the job ended and its events; the text comes last, since it is the position."""
+        lines = self._lines
+        if self._end is not None:
+            self._client.set_terminated(self._at.run, *self._end)
+        note = "".join(f"    {line[:_LONGEST_LINE]}\n" for line in lines[-_DESCRIBED:])
+        self._client.set_tag(self._at.run, "mlflow.note.content", note)
+        self._client.log_text(self._at.run, "".join(f"{line}\n" for line in lines), _EVENTS)
 
 
-def _make_experiment(store: Path, name: str) -> Path:
-    """Make the experiment's folder, one for all jobs of a name, and return it.
-
-    Other processes may make the same one meanwhile.
-    """
-    number = str(int.from_bytes(hashlib.sha256(name.encode()).digest()[:7]))
-    folder = store / number
-    folder.mkdir(parents=True, exist_ok=True)
-    if not (folder / "meta.yaml").exists():
-        about = {
-            "artifact_location": folder.absolute().as_uri(),
-            "creation_time": 0,
-            "experiment_id": number,
-            "last_update_time": 0,
-            "lifecycle_stage": "active",
-            "name": name,
-        }
-        _replace(folder / "meta.yaml", _yaml(about), folder / f"{_NEW}.{os.getpid()}")
-    return folder
-
-
-def _recover(run: Path) -> _Progress:
-    """Truncate each file to its recorded length, and return the recorded position.
-
-    If one is shorter, or the record is missing or damaged, delete the run and return the beginning.
-    """
+@contextlib.contextmanager
+def _explained() -> Iterator[None]:
+    """Raise CommandFailed for MLflow's own errors."""
     try:
-        progress = msgspec.json.decode((run / "oobleck.json").read_bytes(), type=_Progress)
-        if all((run / name).stat().st_size >= size for name, size in progress.sizes.items()):
-            for path in [*run.glob("metrics/**/*"), run / _EVENTS]:
-                if path.is_file():
-                    os.truncate(path, progress.sizes.get(str(path.relative_to(run)), 0))
-            return progress
-    except (FileNotFoundError, msgspec.DecodeError):
-        pass
-    shutil.rmtree(run, ignore_errors=True)
-    return _Progress()
+        yield
+    except MlflowException as error:
+        text = f"mlflow: {error}; look at MLFLOW_TRACKING_URI, or delete the run and start again"
+        raise CommandFailed(text, FAILED) from error
 
 
-def _file_name(metric: str) -> str:
-    """Return the name of a metric's file, which is always inside the folder.
+def _experiment(client: MlflowClient, folder: Path, name: str) -> str:
+    """Return the id of the experiment of all jobs of a name; make it if there is none."""
+    with (folder / "mlflow.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # others may want the same one
+        if (found := client.get_experiment_by_name(name)) is not None:
+            return str(found.experiment_id)
+        return str(client.create_experiment(name))
 
-    A name that must be changed gets a part of its hash, so that no two metrics share a file.
-    """
-    parts = (_UNNAMED.sub("_", part).strip(". ") for part in metric.split("/", 2))
-    name = "/".join(part[:_LONGEST_NAME] or "_" for part in parts)
-    if name == metric:
+
+def _metric_name(name: str) -> str:
+    """Return a name that MLflow takes. A changed one gets a part of its hash behind it, so that no
+    two become one."""
+    parts = (_UNNAMED.sub("_", part).strip(". ") for part in name.split("/", 2))
+    kept = "/".join(part[:_LONGEST_NAME] or "_" for part in parts)
+    if kept == name:
         return name
-    return f"{name}-{hashlib.sha256(metric.encode()).hexdigest()[:_DIGITS]}"
-
-
-def _lines(path: Path) -> list[str]:
-    return path.read_text().splitlines() if path.exists() else []
-
-
-def _yaml(content: dict[str, Any]) -> bytes:
-    return yaml.safe_dump(content).encode()
-
-
-def _replace(path: Path, content: bytes, new: Path) -> None:
-    """Replace the file atomically, by way of the file `new`.
-
-    A concurrent reader finds the old or the new content.
-    """
-    new.write_bytes(content)
-    new.replace(path)
+    return f"{kept}-{sha256(name.encode()).hexdigest()[:_DIGITS]}"

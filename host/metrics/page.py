@@ -1,7 +1,9 @@
 """Page `/metrics` that a daemon serves over HTTP to anybody who can reach it.
 
-So it is bounded in all ways: connections, their size and duration, and how often the metrics are
-read, however many ask. A daemon never waits for a reader. Must not know the metrics.
+So it is bounded in all ways: connections, what they may send, how long they may last, and how often
+the metrics are read, however many ask. The server of prometheus_client has a thread for each
+connection, for as long as that lasts, and makes a page for each request; only its text format is
+used. Must not know what the metrics are.
 """
 
 import asyncio
@@ -25,7 +27,6 @@ _MOST_REQUEST_BYTES = 8 << 10
 #: Time within which a repeated request gets the same page.
 _FRESH_S = 1.0
 _PATH = "/metrics"
-_PLAIN = "text/plain; charset=utf-8"
 
 
 def bind(flag: str, address: str) -> socket.socket:
@@ -117,26 +118,23 @@ class MetricsPage:
     async def _answer(self, head: str) -> bytes:
         request, *lines = head.split("\r\n")
         match request.split(" "):
-            case [method, target, version] if version.startswith("HTTP/1."):
+            case ["GET", target, version] if version.startswith("HTTP/1."):
                 pass
+            case [_, _, version] if version.startswith("HTTP/1."):
+                return _response("405 Method Not Allowed", b"metrics can be read alone\n")
             case _:
-                return _refusal("400 Bad Request", "this is not a request of HTTP/1.1")
-        bare = method == "HEAD"
-        if method not in ("GET", "HEAD"):
-            return _refusal(
-                "405 Method Not Allowed", "metrics can only be read", "Allow: GET, HEAD"
-            )
+                return _response("400 Bad Request", b"this is no request of HTTP/1.1\n")
         if self._is_rebound(_values(lines, "host")):
-            told = "this page is for this host alone; ask for localhost or an address"
-            return _refusal("421 Misdirected Request", told, bare=bare)
+            told = b"this page is for this host alone; ask for localhost or an address\n"
+            return _response("421 Misdirected Request", told)
         if target.partition("?")[0] != _PATH:
-            return _refusal("404 Not Found", f"metrics are at {_PATH}", bare=bare)
-        openmetrics = any(map(_wants_openmetrics, _values(lines, "accept")))
+            return _response("404 Not Found", b"metrics are at /metrics\n")
+        openmetrics = "application/openmetrics-text" in "".join(_values(lines, "accept"))
         page = await self._page(openmetrics=openmetrics)
         if page is None:
-            told = "the metrics could not be read; the log tells why"
-            return _refusal("500 Internal Server Error", told, bare=bare)
-        return _response("200 OK", content_type(openmetrics=openmetrics), page, bare=bare)
+            told = b"the metrics could not be read; the log tells why\n"
+            return _response("500 Internal Server Error", told)
+        return _response("200 OK", page, content_type(openmetrics=openmetrics))
 
     def _is_rebound(self, hosts: list[str]) -> bool:
         """Return whether a page for this host alone was requested by another name. A site whose
@@ -179,25 +177,9 @@ def _without_port(host: str) -> str:
     return re.sub(r":[0-9]*$", "", host).strip("[]") if not is_number(host) else host
 
 
-def _wants_openmetrics(accept: str) -> bool:
-    """Return whether the Accept header names OpenMetrics, with a q other than 0."""
-    for part in accept.split(","):
-        kind, *parameters = (text.strip() for text in part.split(";"))
-        if kind == "application/openmetrics-text":
-            return not any(re.fullmatch(r"q=0(\.0*)?", text) for text in parameters)
-    return False
-
-
-def _refusal(status: str, told: str, *headers: str, bare: bool = False) -> bytes:
-    return _response(status, _PLAIN, f"{told}\n".encode(), *headers, bare=bare)
-
-
-def _response(status: str, kind: str, body: bytes, *headers: str, bare: bool = False) -> bytes:
-    """Return an HTTP response. `bare`: without the body, but with its length in the header."""
-    more = "".join(f"{header}\r\n" for header in headers)
+def _response(status: str, body: bytes, kind: str = "text/plain; charset=utf-8") -> bytes:
     head = (
         f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n"
-        "Cache-Control: no-store\r\nX-Content-Type-Options: nosniff\r\nConnection: close\r\n"
-        f"{more}\r\n"
+        "Cache-Control: no-store\r\nX-Content-Type-Options: nosniff\r\nConnection: close\r\n\r\n"
     )
-    return head.encode() + (b"" if bare else body)
+    return head.encode() + body

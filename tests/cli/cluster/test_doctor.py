@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from oobleck.cli.cluster.doctor import checks, run_check
+from oobleck.cli.cluster.doctor import run_check
 from oobleck.core.finding import Finding
 from oobleck.host.doctor.gpus import environment, health, locked_memory, shared_memory
 from oobleck.host.gpu.sample import GpuProcess, GpuSample, Sample, Xid
@@ -24,8 +24,7 @@ def test_a_host_without_a_gpu_is_told_so_and_what_can_be_looked_at_is() -> None:
     assert found["gpu"]["level"] == "fail"
     assert found["gpu"]["what"].startswith("no GPU can be used here (torch")
     assert found["gpu"]["fix"].startswith("check the driver")
-    for check in ("forks", "backwards", "errors"):
-        assert found[check]["level"] == "pass", found[check]
+    assert found["driver"]["level"] == "fail"
     assert not [name for name, each in found.items() if each["level"] != "pass" and not each["fix"]]
 
 
@@ -33,7 +32,7 @@ def test_wrong_usage_is_one_line() -> None:
     assert "--here: checks only this host" in refused(run("doctor", "--here", "--pairs"), 2)
     assert "--gpu: checks only" in refused(run("doctor", "--gpu", "--node", "n1"), 2)
     assert "--gpus: requires --gpu" in refused(run("doctor", "--gpus", "0"), 2)
-    assert "0 stands there twice" in refused(run("doctor", "--gpu", "--gpus", "0,0"), 2)
+    assert "0 is given twice" in refused(run("doctor", "--gpu", "--gpus", "0,0"), 2)
 
 
 def test_this_host_alone_is_looked_at_without_a_master(tmp_path: Path) -> None:
@@ -74,15 +73,6 @@ def test_a_check_that_hangs_or_dies_is_a_finding(code: str, what: str) -> None:
     (found,) = check(code, 0.2 if "sleep" in code else 60)
     assert (found.level, found.what) == ("fail", what)
     assert found.fix
-
-
-def test_all_checks_end_within_their_time_whichever_hang() -> None:
-    found = list(checks({"forks": 0.2, "memory": 60}, ["cpu"], os.environ, most_s=0.2))
-    assert [(one.check, one.what) for one in found] == [
-        ("forks", "no answer within 0.2 s: it hangs"),
-        ("memory", "not run: the checks before it took 0.2 s"),
-    ]
-    assert found[1].fix == "run 'python -m oobleck.worker.doctor memory cpu'"
 
 
 def test_the_health_of_gpus_is_by_nvml() -> None:

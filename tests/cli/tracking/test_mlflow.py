@@ -1,13 +1,15 @@
-"""`oobleck track --to mlflow`: what MLflow's own reader finds of a job, wherever writing ended."""
+"""`oobleck track --to mlflow`: the run that MLflow reads, wherever writing ended."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from mlflow.entities import Run
+from mlflow import MlflowClient
+from mlflow.entities import Run, ViewType
+from mlflow.store.tracking import file_store
 from mlflow.store.tracking.file_store import FileStore
 
 from oobleck.cli.tracking.feed import Item, Written
@@ -39,8 +41,10 @@ ITEMS = [
 
 
 @pytest.fixture(autouse=True)
-def allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+def own_store(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
 
 
 def behind(items: list[Item], at: Written) -> Iterator[Item]:
@@ -52,18 +56,20 @@ def behind(items: list[Item], at: Written) -> Iterator[Item]:
 
 def write(folder: Path, items: list[Item]) -> None:
     tracker = MLflow(folder, "a.b-1")
-    for item in behind(items, tracker.written):
-        tracker.write(item)
+    try:
+        for item in behind(items, tracker.written):
+            tracker.write(item)
+            tracker.flush()
         tracker.flush()
-    tracker.flush()
-    tracker.close()
+    finally:
+        tracker.close()
 
 
 def found(folder: Path) -> tuple[FileStore, Run]:
     """The one run that there is, as MLflow reads it."""
     store = FileStore(str(folder / STORE))
     (experiment,) = store.search_experiments(filter_string="name = 'a.b'")
-    (run,) = store.search_runs([experiment.experiment_id], "", 3)
+    (run,) = store.search_runs([experiment.experiment_id], "", ViewType.ACTIVE_ONLY)
     return store, run
 
 
@@ -72,17 +78,7 @@ def history(folder: Path, name: str) -> list[tuple[int, float]]:
     return [(told.step, told.value) for told in store.get_metric_history(run.info.run_id, name)]
 
 
-def content(folder: Path) -> dict[str, bytes]:
-    paths = (path for path in sorted(folder.rglob("*")) if path.is_file())
-    return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
-
-
-def lines(folder: Path) -> dict[str, bytes]:
-    """Without what names the folder itself."""
-    return {name: text for name, text in content(folder).items() if not name.endswith("meta.yaml")}
-
-
-def test_what_mlflow_reads(tmp_path: Path) -> None:
+def test_mlflow_reads_the_run(tmp_path: Path) -> None:
     write(tmp_path, ITEMS)
     assert history(tmp_path, "train/loss") == [(1, 0.5), (3, 0.5)]
     assert [at for at, _ in history(tmp_path, "train/tokens")] == [1, 2, 3]
@@ -98,7 +94,7 @@ def test_what_mlflow_reads(tmp_path: Path) -> None:
     assert (artifacts / "events.txt").read_text().splitlines() == told
 
 
-def test_no_two_metrics_have_one_file(tmp_path: Path) -> None:
+def test_no_two_metrics_become_one(tmp_path: Path) -> None:
     names = {"a b!": 1.0, "a b?": 2.0, "a b_": 3.0, "x" * 60 + "1": 4.0, "x" * 60 + "2": 5.0}
     record = {"step": 3, "metrics": names, "time": 1003.5}
     write(tmp_path, [step(3), Item("evaluation", record, 3)])
@@ -108,81 +104,79 @@ def test_no_two_metrics_have_one_file(tmp_path: Path) -> None:
     assert told["evaluation/metrics/a b_"] == 3.0, "a name that will do stays"
 
 
-def test_a_writer_that_dies_before_a_file_is_in_place_leaves_no_tag(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def whole(folder: Path) -> dict[str, Any]:
+    """All that a run has, but the folder."""
+    store, run = found(folder)
+    numbers = {
+        name: [(one.timestamp, one.step, one.value) for one in told]
+        for name in run.data.metrics
+        if (told := store.get_metric_history(run.info.run_id, name))
+    }
+    events = (Path(urlsplit(run.info.artifact_uri).path) / "events.txt").read_text()
+    info = run.info.run_name, run.info.status, run.info.start_time, run.info.end_time
+    return {**numbers, "events": events, "info": info, "note": run.data.tags["mlflow.note.content"]}
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_writer_that_dies_between_any_two_calls_and_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int
 ) -> None:
-    replaces, left = Path.replace, 0
-
-    def dies(path: Path, target: Path) -> Path:
-        nonlocal left
-        left -= 1
-        if left < 0:
-            raise InterruptedError
-        return replaces(path, target)
-
-    for writes in count():
-        left, torn = writes, tmp_path / str(writes)
-        tracker = MLflow(torn, "a.b-1")
-        monkeypatch.setattr(Path, "replace", dies)
-        done = ends_whole(tracker)
-        monkeypatch.setattr(Path, "replace", replaces)
-        tags = {path.name for path in torn.glob(f"{STORE}/*/*/tags/*")}
-        assert tags <= {"mlflow.runName", "mlflow.note.content"}
-        if done:
-            break
-    assert writes > 5
-
-
-def test_files_that_were_cut_or_written_to_become_the_same(tmp_path: Path) -> None:
-    write(tmp_path, ITEMS)
-    whole = content(tmp_path)
-    for name in whole:
-        if name.endswith(("meta.yaml", "mlflow.lock")) or "/tags/" in name:
-            continue
-        path = tmp_path / name
-        for torn in (b"", whole[name][:-3], whole[name] + b"100"):
-            path.write_bytes(torn)
-            write(tmp_path, ITEMS)
-            assert content(tmp_path) == whole, name
-
-
-def ends_whole(tracker: MLflow) -> bool:
-    try:
-        for item in ITEMS:
-            tracker.write(item)
-            tracker.flush()
-    except InterruptedError:
-        return False
-    finally:
-        tracker.close()
-    return True
-
-
-def test_a_writer_that_dies_between_any_two_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    """`steps`: of the client's calls, or of the store's lines within them."""
     write(tmp_path / "whole", ITEMS)
-    opens, left = Path.open, 0
+    left = 10**6
 
-    def dies(path: Path, *arguments: Any, **options: Any) -> Any:
-        nonlocal left
-        left -= 1
-        if left < 0:
-            raise InterruptedError
-        return opens(path, *arguments, **options)
+    def dying(call: Callable[..., Any]) -> Callable[..., Any]:
+        def dies(*arguments: Any, **options: Any) -> Any:
+            nonlocal left
+            left -= 1
+            if left < 0:
+                raise InterruptedError
+            return call(*arguments, **options)
 
-    for writes in count():
-        left, torn = writes, tmp_path / str(writes)
-        tracker = MLflow(torn, "a.b-1")
-        monkeypatch.setattr(Path, "open", dies)
-        done = ends_whole(tracker)
-        monkeypatch.setattr(Path, "open", opens)
-        write(torn, ITEMS)
-        assert lines(torn) == lines(tmp_path / "whole")
-        if done:
+        return dies
+
+    if steps == 1:
+        for name in ("create_run", "log_batch", "log_text", "set_tag", "set_terminated"):
+            monkeypatch.setattr(MlflowClient, name, dying(getattr(MlflowClient, name)))
+    else:
+        monkeypatch.setattr(file_store, "append_to", dying(file_store.append_to))
+    for calls in count():
+        left, torn = calls, tmp_path / str(calls)
+        try:
+            write(torn, ITEMS)
             break
-    assert writes > 10
-    assert history(torn, "train/loss") == [(1, 0.5), (3, 0.5)]
+        except (InterruptedError, CommandFailed):
+            left = 10**6
+            write(torn, ITEMS)
+        assert whole(torn) == whole(tmp_path / "whole"), calls
+    assert calls >= 10
+
+
+def test_a_run_that_was_deleted_is_written_from_the_beginning(tmp_path: Path) -> None:
+    write(tmp_path, ITEMS)
+    before = whole(tmp_path)
+    store, run = found(tmp_path)
+    store.delete_run(run.info.run_id)
+    write(tmp_path, ITEMS)
+    assert whole(tmp_path) == before
+
+
+def test_the_store_that_the_environment_names_has_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "named" / STORE).as_uri())
+    write(tmp_path / "directory", ITEMS)
+    assert history(tmp_path / "named", "train/loss") == [(1, 0.5), (3, 0.5)]
+    assert not (tmp_path / "directory" / STORE).exists()
+
+
+def test_a_server_that_does_not_answer_ends_the_command_in_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:1")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    with pytest.raises(CommandFailed, match=r"^mlflow: .*MLFLOW_TRACKING_URI"):
+        write(tmp_path, ITEMS)
 
 
 def test_a_run_has_one_writer(tmp_path: Path) -> None:

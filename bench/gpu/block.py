@@ -1,5 +1,5 @@
-"""Costs of a block of a large model on each device, measured as for a job without a profile: its
-share of the peak, its update, its way to the host. Also what of the device's memory is counted."""
+"""Costs of a block of a large model, measured as for a job without a profile: its share of the peak
+FLOP/s, its update, its way to the host; and the memory that torch and CUDA take beside it."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -19,9 +19,9 @@ from oobleck.planner.profile.memory import GPU_CONTEXT_BYTES, MARGIN_SHARE
 from oobleck.worker.checkpoint.snapshots import Ring
 from oobleck.worker.profiling.measure_layers import measure_layers
 
-#: Of the peak: a block reaches 0.4 to 0.5 on boards of the table.
+#: Share of the peak; a block reaches 0.4 to 0.5 on boards of the table.
 _LEAST_MFU = 0.25
-#: Of what the table of GPUs says of memory; an update reads and writes its state twice or more.
+#: Share of the memory's published rate; an update reads and writes its state twice or more.
 _LEAST_RATE = 0.2
 _BLOCK = 1
 
@@ -47,27 +47,26 @@ class Rates:
     """Rates of a block."""
 
     flops_per_s: float
-    #: Of its whole state, by an update.
+    #: Of an update, counting its whole state once.
     update_bytes_per_s: float
-    #: Of what a checkpoint has of it, to host memory.
+    #: To host memory, of the state that a checkpoint has.
     snapshot_bytes_per_s: float
 
 
 def block(devices: Sequence[str]) -> Iterator[Finding]:
-    """Report a block's rates, which kernel attention gets, and what memory is taken beside what is
-    counted."""
+    """Report a block's rates, the kernel of its attention, and memory that plans do not count."""
     for device in devices:
         place = torch.device(device)
         on_gpu = place.type == "cuda"
         name = torch.cuda.get_device_name(place) if on_gpu else "cpu"
         job = job_of(place)
         found = measure_layers(job, place, device, lambda: None).kinds[_BLOCK]
-        yield of_rates(device, name, rates_of(job, found, snapshot_s(place, found.moved_bytes)))
+        yield judge_rates(device, name, rates_of(job, found, snapshot_s(place, found.moved_bytes)))
         for shape, grouped in (("as many key heads", False), ("fewer key heads", True)):
-            yield of_attention(device, shape, kernel(place, grouped=grouped), on_gpu=on_gpu)
+            yield judge_attention(device, shape, kernel(place, grouped=grouped), on_gpu=on_gpu)
         if on_gpu:
             free, total = torch.cuda.mem_get_info(place)
-            yield of_reserved(
+            yield judge_reserved(
                 device,
                 allocated=torch.cuda.max_memory_allocated(place),
                 reserved=torch.cuda.max_memory_reserved(place),
@@ -76,7 +75,7 @@ def block(devices: Sequence[str]) -> Iterator[Finding]:
 
 
 def rates_of(job: JobSpec, found: LayerProfile, snapshot_s: float) -> Rates:
-    """`found`: what was measured of its block; `snapshot_s`: seconds for what moves of it."""
+    """Return the rates of a block. `found`: its costs; `snapshot_s`: seconds of its snapshot."""
     model = job.model
     assert isinstance(model, ModelSpec), "it is built in"
     larger = replace(job, model=replace(model, layers=model.layers + 1))
@@ -90,7 +89,7 @@ def rates_of(job: JobSpec, found: LayerProfile, snapshot_s: float) -> Rates:
 
 
 def snapshot_s(place: torch.device, size: int) -> float:
-    """Seconds for so many bytes through the ring of a checkpoint."""
+    """Return the seconds of so many bytes through the ring of a checkpoint."""
     source = torch.zeros(1, size // 4, device=place)
     into = torch.zeros(1, size // 4)
     ring = Ring(place)
@@ -100,8 +99,8 @@ def snapshot_s(place: torch.device, size: int) -> float:
     return time.perf_counter() - began
 
 
-def of_rates(device: str, name: str, found: Rates) -> Finding:
-    """`name`: of the board."""
+def judge_rates(device: str, name: str, found: Rates) -> Finding:
+    """Judge a block's rates. `name`: the board's."""
     machine = machine_of(f"cuda {name}")
     known = machine.name in GPUS
     mfu = found.flops_per_s / machine.peak_flops_per_s["bf16"]
@@ -131,7 +130,8 @@ def kernel(place: torch.device, *, grouped: bool) -> SDPBackend:
     return SDPBackend(chosen)
 
 
-def of_attention(device: str, shape: str, chosen: SDPBackend, *, on_gpu: bool) -> Finding:
+def judge_attention(device: str, shape: str, chosen: SDPBackend, *, on_gpu: bool) -> Finding:
+    """Judge the kernel of attention."""
     what = f"{device}: attention in bf16 with {shape} is computed by {chosen.name.lower()}"
     if on_gpu and chosen == SDPBackend.MATH:
         what += ", which makes whole matrices of scores"
@@ -140,9 +140,9 @@ def of_attention(device: str, shape: str, chosen: SDPBackend, *, on_gpu: bool) -
     return Finding(check="attention", level="pass", what=what)
 
 
-def of_reserved(device: str, *, allocated: int, reserved: int, beside: int) -> Finding:
-    """`allocated`, `reserved`: what torch has handed out and held at most; `beside`: what else of
-    the board is taken, as by CUDA."""
+def judge_reserved(device: str, *, allocated: int, reserved: int, beside: int) -> Finding:
+    """Judge memory beyond that of tensors. `allocated`, `reserved`: the most that torch has handed
+    out, and held; `beside`: the rest of the board that is taken, as by CUDA."""
     what = (
         f"{device}: torch held {format_bytes(reserved)} to hand out {format_bytes(allocated)}; "
         f"{format_bytes(beside)} beside are CUDA's and others'"

@@ -1,0 +1,1 @@
+"""Acceptance tests of the engine on GPUs (`python -m bench.gpu`)."""

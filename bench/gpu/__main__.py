@@ -1,0 +1,202 @@
+"""Acceptance tests of the engine on this host's GPUs.
+
+    python -m bench.gpu [transport] [engine] [recovery] [doctor] [--check NAME]
+                        [--devices cuda:0,cuda:1 | --devices cpu] [--share]
+
+    transport   NCCL by what a worker's own communicators do
+    engine      what a worker does on a device, and a job's speed and memory
+    recovery    jobs whose workers are killed; tests of recovery over NCCL
+    doctor      oobleck doctor --gpu, the health of the host
+
+Without a part all are run, each within nine minutes. A check is a process of its own with a
+time-out, so a hang is a finding. Each finding is a line of JSON; the exit code is 1 if one fails.
+Checks of two processes need two GPUs, or --share: then both run on the first GPU, which shows
+everything but rates. --devices cpu: the checks that a CPU can stand for.
+"""
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from bench.support.daemons import CHECKOUT
+from oobleck.cli.cluster.doctor import run_check
+from oobleck.core.finding import Finding
+from oobleck.host.device import find_gpus, worker_environment
+from oobleck.host.gpu.choice import chosen_gpus
+from oobleck.host.system.process import completed, with_parent
+
+#: For a part, whichever of its checks hang.
+PART_S = 540.0
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """A check: module and function, its longest time, its processes, whether a CPU can stand for
+    a GPU in it."""
+
+    run: str
+    limit_s: float
+    processes: int = 1
+    on_cpus: bool = False
+
+
+PARTS: Mapping[str, Mapping[str, Check]] = {
+    "transport": {
+        "lone": Check("transport:lone", 60),
+        "messages": Check("transport:messages", 85, processes=2),
+        "ends": Check("transport:ends", 190, processes=2),
+        "recoveries": Check("transport:recoveries", 85, processes=2),
+        "groups": Check("transport:groups", 85, processes=2),
+    },
+    "engine": {
+        "forks": Check("engine:forks", 60, on_cpus=True),
+        "killed": Check("engine:killed", 65),
+        "waits": Check("engine:waits", 40),
+        "backwards": Check("engine:backwards", 60, on_cpus=True),
+        "syncs": Check("engine:syncs", 60, on_cpus=True),
+        "errors": Check("engine:errors", 40, on_cpus=True),
+        "block": Check("block:block", 90, on_cpus=True),
+        "speed": Check("jobs:speed", 240, on_cpus=True),
+    },
+    "recovery": {
+        "kills": Check("jobs:kills", 290, on_cpus=True),
+        "replicas": Check("transport:replicas", 85, processes=2),
+        "drill": Check("jobs:drill", 290, processes=2),
+    },
+}
+DOCTOR = "doctor"
+#: The time that `oobleck doctor --gpu` promises, and half a minute to start.
+_DOCTOR_S = 630.0
+
+
+def chosen(parts: Sequence[str], names: Sequence[str]) -> Iterator[tuple[str, Mapping[str, Check]]]:
+    """Yield the parts with those of their checks that are to be run. Raises ValueError."""
+    known = {name for checks in PARTS.values() for name in checks}
+    if unknown := {*names} - known:
+        raise ValueError(f"--check {min(unknown)}: there are {', '.join(sorted(known))}")
+    for part, checks in PARTS.items():
+        wanted = {name: check for name, check in checks.items() if not names or name in names}
+        if wanted and (not parts or part in parts):
+            yield part, wanted
+
+
+def run_part(
+    checks: Mapping[str, Check],
+    devices: Sequence[str],
+    environment: Mapping[str, str],
+    *,
+    share: bool = False,
+    clock: Callable[[], float] = time.monotonic,
+) -> Iterator[Finding]:
+    """Run the checks of a part in their order, all within `PART_S`."""
+    until = clock() + PART_S
+    for name, check in checks.items():
+        given = devices
+        if devices == ["cpu"]:
+            if not check.on_cpus:
+                continue
+        elif check.processes > 1:
+            if share:
+                given = [devices[0]] * check.processes
+            elif len(devices) < check.processes:
+                continue
+        left_s = until - clock()
+        if left_s <= 0:
+            what = f"not tried: the checks before it took {PART_S:g} s"
+            yield Finding(check=name, level="warn", what=what, fix=f"run it with --check {name}")
+            continue
+        command = [*with_parent("bench.gpu"), "run", name, *given]
+        limit_s = round(min(check.limit_s, left_s), 1)
+        words = " (two processes on one GPU)" if share and check.processes > 1 else ""
+        for finding in run_check(name, command, limit_s, environment):
+            yield msgspec.structs.replace(finding, what=f"{finding.what}{words}")
+
+
+class _Report(msgspec.Struct):
+    """The part of `oobleck doctor --json` that is read."""
+
+    findings: list[Finding]
+
+
+def run_doctor(environment: Mapping[str, str]) -> Iterator[Finding]:
+    """Run `oobleck doctor --gpu`."""
+    command = [*with_parent("oobleck.cli.main"), "doctor", "--gpu", "--json"]
+    done = completed(command, _DOCTOR_S, environment)
+    yield from msgspec.json.decode(done.stdout, type=_Report).findings
+
+
+def run_here(name: str, devices: Sequence[str]) -> None:
+    """Run one check in this process."""
+    import importlib
+
+    check = next(checks[name] for checks in PARTS.values() if name in checks)
+    module, _, function = check.run.partition(":")
+    run: Callable[[Sequence[str]], Iterator[Finding]] = getattr(
+        importlib.import_module(f"bench.gpu.{module}"), function
+    )
+    for finding in run(devices):
+        _print(finding)
+
+
+def _print(finding: Finding) -> None:
+    sys.stdout.write(msgspec.json.encode(finding).decode() + "\n")
+    sys.stdout.flush()
+
+
+def main() -> int:
+    """Run the parts, or, in a process of its own, one check or one member of a pair."""
+    match sys.argv[1:]:
+        case ["run", name, *devices]:
+            run_here(name, devices)
+            return 0
+        case ["member", *arguments]:
+            from bench.gpu.pair import run_member
+            from bench.gpu.transport import TASKS
+
+            run_member(arguments, TASKS)
+            return 0
+        case _:
+            return run_parts()
+
+
+def run_parts() -> int:
+    """Run the parts that the command line names; return the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.gpu",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("parts", nargs="*", metavar="PART", choices=[*PARTS, DOCTOR, []])
+    parser.add_argument("--check", action="append", default=[], metavar="NAME")
+    parser.add_argument("--devices", metavar="DEVICE[,DEVICE]")
+    parser.add_argument("--share", action="store_true")
+    given = parser.parse_args()
+    path = os.pathsep.join(filter(None, (CHECKOUT, os.environ.get("PYTHONPATH"))))
+    environment = {**worker_environment("cuda"), **os.environ, "PYTHONPATH": path}
+    try:
+        parts = list(chosen(given.parts, given.check))
+        devices = given.devices.split(",") if given.devices else []
+        if not devices:
+            found = find_gpus(environment, chosen_gpus(None, environment)).gpus
+            devices = [f"cuda:{number}" for number in range(len(found))]
+    except ValueError as error:
+        parser.error(str(error).replace("--device ", "--devices "))
+    worst = 0
+    for _, checks in parts:
+        for finding in run_part(checks, devices, environment, share=given.share):
+            _print(finding)
+            worst |= finding.level == "fail"
+    if not given.check and (not given.parts or DOCTOR in given.parts):
+        for finding in run_doctor(environment):
+            _print(finding)
+            worst |= finding.level == "fail"
+    return worst
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
