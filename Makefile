@@ -43,7 +43,7 @@ soak: setup
 	SIMULATION_SEEDS=5000 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile tests/simulation
 	$(BIN)/python -m pytest --numprocesses 3 --dist load --maxschedchunk 1 -m soak tests/fault
 	$(BIN)/python -m pytest -m soak tests/fuzz
-	$(BIN)/python -m pytest -m soak tests/cli/ssh tests/cli/dashboard tests/deploy
+	$(BIN)/python -m pytest -m soak tests/cli tests/deploy
 	$(BIN)/python -m pytest -m soak tests/worker tests/cluster tests/gpu tests/master tests/planner tests/core
 	$(BIN)/python -m bench.soak
 

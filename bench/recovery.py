@@ -27,7 +27,8 @@ from pathlib import Path
 
 from bench.support.client import ClusterError, Record
 from bench.support.cluster import LocalCluster
-from bench.support.daemons import alive, await_ends, descendants, hurry, kill_all
+from bench.support.daemons import alive, await_ends, descendants, hurry
+from oobleck.cli.chaos.injector import kill
 
 PHASES = (
     "notice", "detect", "plan", "waiting", "abort", "rendezvous", "transfer", "first_step",
@@ -72,7 +73,7 @@ def one_kill(cluster: LocalCluster, job_id: str, victim: str) -> dict[str, float
     victims = list(descendants(cluster.agents.pop(victim)))
     hurry(victims)
     killed_at = time.time()
-    kill_all(victims)
+    kill([victim.pid for victim in reversed(victims)])
     await_ends(victims)
     gone_at = time.time()
 

@@ -19,7 +19,7 @@ from typing import IO
 
 import psutil
 
-from oobleck.cli.chaos.victims import kill, process_tree
+from oobleck.cli.chaos.injector import kill, victims
 from oobleck.client import Client
 from oobleck.errors import NotFound, error_of
 from oobleck.host.ipc.endpoint import choose_endpoint
@@ -97,7 +97,7 @@ class LocalCluster:
         if pid is None:
             running = ", ".join(sorted(self._agents)) or "none"
             raise NotFound(f"no node {node!r} runs here; running: {running}")
-        kill(process_tree(pid))
+        kill(victims("kill-node", pid))
 
     def _read(self) -> None:
         """Read the output of `oobleck local` to its end: the master's address, and each agent's

@@ -30,6 +30,10 @@ _OF_WORKERS = tuple(
 )
 
 
+#: Starts the warm processes in all processes of a run.
+_SHARED = pytest.StashKey[Preloaded]()
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="cpu", help="what engine tests compute on: cpu or cuda:0")
     parser.addoption(
@@ -59,8 +63,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
-    """Tell each process of xdist's the seed that was drawn, since all must have one order."""
+    """Tell each process of xdist's the seed that was drawn, since all must have one order, and
+    where the warm process of all is."""
     node.workerinput["shuffle"] = node.config.getoption("--shuffle")
+    if _SHARED not in node.config.stash:
+        node.config.stash[_SHARED] = Preloaded().__enter__()
+        node.config.add_cleanup(lambda: node.config.stash[_SHARED].__exit__())
+    node.workerinput["preloaded"] = node.config.stash[_SHARED].python_path
 
 
 def pytest_report_header(config: pytest.Config) -> str:
@@ -75,10 +84,19 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 @pytest.fixture(scope="session")
-def preloaded() -> Iterator[Preloaded]:
+def preloaded(request: pytest.FixtureRequest) -> Iterator[Preloaded]:
     """Starts the warm processes of clusters that many tests share or kill nodes of."""
-    with Preloaded() as process:
+    told: dict[str, str] = getattr(request.config, "workerinput", {})
+    with Preloaded(told.get("preloaded", "")) as process:
         yield process
+
+
+@pytest.fixture(scope="module")
+def quick_start(preloaded: Preloaded) -> Iterator[None]:
+    """What the module's commands start has the libraries of workers at hand."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", preloaded.python_path)
+        yield
 
 
 @pytest.hookimpl(wrapper=True)

@@ -19,8 +19,8 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
-#: An agent's warm process, and what looks at a user's model before it is sent.
-_FORKED = ("oobleck.worker.warm", "oobleck.worker.describe")
+#: An agent's warm process, what looks at a user's model before it is sent, and a master's planner.
+_FORKED = ("oobleck.worker.warm", "oobleck.worker.describe", "oobleck.master.planning.worker")
 _time = time.time
 _offset: mmap.mmap | bytes = bytes(8)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import psutil
 
+from oobleck.cli.chaos import injector
 from oobleck.host.system.process import with_parent as with_parent
 
 #: On PYTHONPATH of processes that run a module of the checkout's, which is not installed.
@@ -60,19 +61,8 @@ def alive(pid: int) -> bool:
 def kill_trees(*pids: int) -> list[int]:
     """SIGKILL processes and all their descendants, as when their machines die; returns the pids."""
     victims = [process for pid in pids for process in descendants(pid)]
-    kill_all(victims)
-    return [victim.pid for victim in victims]
-
-
-def kill_all(victims: Sequence[psutil.Process]) -> None:
-    """SIGKILL all of them, parents before their children."""
     # The workers first: the agent must not get to see and report their end.
-    for victim in reversed(victims):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            victim.suspend()
-    for victim in victims:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            victim.kill()
+    return injector.kill([victim.pid for victim in reversed(victims)])
 
 
 def hurry(victims: Sequence[psutil.Process]) -> bool:

@@ -1,14 +1,10 @@
-"""Faults that strike a cluster on hosts of its own: what is done, what shows that it has struck,
-and how it is undone.
+"""Faults of a cluster on hosts of its own: how each strikes, shows, and is undone.
 
-Each is real: signals to processes, packets that are lost in a router, bytes sent to open ports.
-What becomes of the job afterwards is for those who strike to check.
+Each is real: signals to processes and bytes sent to open ports, by the injector of `oobleck chaos`;
+packets that are lost in a router. Callers check afterwards how the job has taken the fault.
 """
 
 import contextlib
-import os
-import secrets
-import signal
 import socket
 import time
 from collections.abc import Callable
@@ -21,14 +17,12 @@ import psutil
 
 from bench.support.client import ClusterError, Record
 from bench.support.netcluster import HEAD, NetCluster
+from oobleck.cli.chaos import injector
 
-#: Bytes of one message to a port; more than any greeting, and some are a gRPC server's limit.
-_GARBAGE = 1 << 16
 #: Strangers at each port of a node that stay and say nothing.
 _CROWD = 64
-#: Far below what it claims to be, so that a slow link is free again within a lease.
-_OVERSIZED = 1 << 17
-_STRANGER_S = 2.0
+#: Bytes written to a disk at a time.
+_PIECE = 1 << 16
 #: Through a link that other strangers fill, and where packets are sent again after seconds.
 _LET_IN_S = 10.0
 #: Before the cluster may go on where it is held; strangers may come until later.
@@ -40,6 +34,8 @@ _LOSSES = ("worker_lost", "node_lost", "node_reset", "reconfigured")
 _LISTENING = "0A"
 #: Far more than what waiting takes.
 _WORKED_S = 0.5
+#: Longer than anything stays stopped before it is undone.
+_STOPPED_S = 3600.0
 #: So long the master stays away at most.
 _AWAY_S = 4.0
 
@@ -149,18 +145,18 @@ def _first_worker(cluster: NetCluster, node: str) -> int:
 
 
 def _kill_worker(cluster: NetCluster, node: str) -> Callable[[], None]:
-    os.kill(_first_worker(cluster, node), signal.SIGKILL)
+    injector.kill([_first_worker(cluster, node)])
     return _nothing
 
 
 def _kill_warm(cluster: NetCluster, node: str) -> Callable[[], None]:
-    os.kill(cluster.warm_pid(node), signal.SIGKILL)
+    injector.kill([cluster.warm_pid(node)])
     return _nothing
 
 
 def _kill_agent(cluster: NetCluster, node: str) -> Callable[[], None]:
     """Its agent alone: what it started has to end by itself."""
-    os.kill(cluster.agents.pop(node), signal.SIGKILL)
+    injector.kill([cluster.agents.pop(node)])
     return lambda: void(cluster.start_node(node))
 
 
@@ -179,14 +175,8 @@ def _stop(
     find: Callable[[NetCluster, str], int],
 ) -> Callable[[NetCluster, str], Callable[[], None]]:
     def strike(cluster: NetCluster, node: str) -> Callable[[], None]:
-        process = psutil.Process(find(cluster, node))
-        process.suspend()
-
-        def undo() -> None:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.resume()
-
-        return undo
+        _, healer = injector.stop([find(cluster, node)], _STOPPED_S)
+        return lambda: void(injector.heal(healer))
 
     return strike
 
@@ -249,27 +239,6 @@ def ports(pid: int) -> set[int]:
     return found
 
 
-def send_garbage(address: str, port: int) -> bool:
-    """One stranger of each kind at a port; whether it was let in at all."""
-    messages = (
-        b"",
-        b"GET / HTTP/1.1\r\n\r\n",
-        secrets.token_bytes(_GARBAGE),
-        b"\xff\xff\xff\xff" + bytes(_OVERSIZED),
-        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + secrets.token_bytes(_GARBAGE),
-    )
-    let_in = False
-    for message in messages:
-        with (
-            contextlib.suppress(OSError),
-            socket.create_connection((address, port), _LET_IN_S) as s,
-        ):
-            let_in = True
-            s.settimeout(_STRANGER_S)
-            s.sendall(message)
-    return let_in
-
-
 def _garbage(cluster: NetCluster, node: str) -> Callable[[], None]:
     """To every port of all hosts: of the master and of the workers. At those of the node a crowd
     that says nothing stays, too."""
@@ -284,7 +253,7 @@ def _garbage(cluster: NetCluster, node: str) -> Callable[[], None]:
                 place = cluster.net.address(node), port
                 crowd.enter_context(socket.create_connection(place, _LET_IN_S))
     strangers = ThreadPoolExecutor(len(places))
-    visits = [strangers.submit(send_garbage, *place) for place in places]
+    visits = [strangers.submit(injector.garbage, *place, _LET_IN_S) for place in places]
     futures.wait(visits, _VISITS_S)
 
     def undo() -> None:
@@ -313,7 +282,7 @@ def _disk_full(cluster: NetCluster, node: str) -> Callable[[], None]:
     filler = cluster.state_dir / "filler"
     with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
         while True:
-            file.write(bytes(_GARBAGE))
+            file.write(bytes(_PIECE))
     return filler.unlink
 
 

@@ -1,6 +1,7 @@
 """One process that has the libraries of workers and of the command line loaded, and forks what
 needs them in a run: the warm processes of all agents, what looks at users' models before they are
-sent, and the `oobleck` command. Else each of these loads them, at up to six seconds of a core.
+sent, masters' planners, and the `oobleck` command. Else each of these loads them, at up to six
+seconds of a core.
 
 For tests that start and kill many nodes. What they prove is the same: each fork is the real code in
 a process of its own, with the network, folder, files and environment that were meant for it; it can
@@ -49,12 +50,24 @@ _HIGH = 1000
 
 
 class Preloaded:
-    """The process, from the first cluster's start to the end of the context."""
+    """The process, until the end of the context; or that of another process, for its part of a run.
+
+    `python_path` is what the daemons of a cluster get as PYTHONPATH, to make use of it.
+    """
+
+    def __init__(self, python_path: str = "") -> None:
+        """`python_path`: of the one that another process has started; empty: start one."""
+        self.python_path = python_path
+        self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> "Preloaded":
+        if not self.python_path:
+            self._start()
+        return self
+
+    def _start(self) -> None:
         self._folder = tempfile.TemporaryDirectory()
         folder = Path(self._folder.name)
-        #: What the daemons of a cluster get as PYTHONPATH, to make use of this.
         self.python_path = str(folder)
         (folder / "sitecustomize.py").symlink_to(STARTUP / "sitecustomize.py")
         clock = folder / "clock"
@@ -70,7 +83,6 @@ class Preloaded:
                 env={**os.environ, **worker_environment("cpu"), **own},
                 start_new_session=True,
             )
-        return self
 
     def run(
         self, module: str, *arguments: str, environment: Mapping[str, str], timeout_s: float
@@ -93,7 +105,7 @@ class Preloaded:
             socket.socket(socket.AF_UNIX) as server,
         ):
             server.settimeout(timeout_s)
-            server.connect(str(Path(self._folder.name) / "preloaded"))
+            server.connect(str(Path(self.python_path) / "preloaded"))
             alive, held_open = os.pipe()
             try:
                 files = [nothing.fileno(), out.fileno(), errors.fileno(), network.fileno(), alive]
@@ -113,14 +125,18 @@ class Preloaded:
             return subprocess.CompletedProcess(arguments, code, out.read(), errors.read())
 
     def __exit__(self, *_: object) -> None:
-        self._process.kill()
-        self._process.wait()
-        self._folder.cleanup()
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._folder.cleanup()
 
 
 def serve(listener: socket.socket) -> NoReturn:
     """Fork a process for each that connects, and tell it the pid and later the status."""
     tls.refuse_older()
+    import scipy.optimize  # noqa: F401  # which the planner loads when it needs it
+
+    import oobleck.master.planning.worker
     import oobleck.worker.describe
     import oobleck.worker.warm  # noqa: F401
     from oobleck.cli.main import COMMANDS

@@ -12,6 +12,7 @@ import psutil
 from bench.support.cluster import Cluster
 from bench.support.daemons import alive, with_parent
 from bench.support.ports import choose_address
+from bench.support.preloaded import Preloaded
 
 #: For a daemon that was told to end.
 _ENDS_S = 240.0
@@ -20,12 +21,17 @@ _ENDS_S = 240.0
 class Daemons(Cluster):
     """A master and agents, each started by itself as on a machine of its own."""
 
-    def __init__(self, folder: Path) -> None:
-        """`folder`: a new one, for the state directory, job files and logs."""
+    def __init__(self, folder: Path, preloaded: Preloaded | None = None) -> None:
+        """`folder`: a new one, for the state directory, job files and logs. `preloaded`: starts
+        workers' warm processes and commands."""
         folder.mkdir()
         super().__init__(folder / "state", folder)
+        self.preloaded = preloaded
         #: Of the release that the next one is of.
         self.environment: Mapping[str, str] = {}
+        if preloaded is not None:
+            self.python_path = preloaded.python_path
+            self.environment = {"PYTHONPATH": preloaded.python_path}
         self._started: list[subprocess.Popen[str]] = []
 
     def _start(self, *command: str) -> subprocess.Popen[str]:

@@ -12,7 +12,7 @@ import click
 
 from oobleck.cli import options
 from oobleck.cli.chaos.drill import Drill, Orders
-from oobleck.cli.chaos.striker import Striker
+from oobleck.cli.chaos.striker import Striker, check_here, check_master_here
 from oobleck.cli.chaos.strikes import (
     DEFAULT_KINDS,
     KINDS,
@@ -21,7 +21,6 @@ from oobleck.cli.chaos.strikes import (
     TO_THE_MASTER,
     schedule,
 )
-from oobleck.cli.chaos.victims import check_here, check_master_here
 from oobleck.cli.client import MasterClient
 from oobleck.cli.completion import job_argument
 from oobleck.cli.output import text

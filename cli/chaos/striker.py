@@ -1,33 +1,28 @@
-"""Faults of a drill on this machine's processes, and their undoing.
+"""Strikes of a drill on this machine, and their undoing.
 
-It sends signals to processes, as far as the user may, and bytes without meaning to an open port.
-It does not know when to strike, nor what becomes of the job.
+`injector` acts on processes; `hosts` has it act on other machines. A striker does not know when to
+strike, nor what becomes of the job.
 """
 
 import contextlib
-import os
 import shlex
-import signal
-import socket
 import subprocess
 import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
 
-from oobleck.cli.chaos.victims import kill, master_pid, send, victims
+import psutil
+
+from oobleck.cli import options
+from oobleck.cli.chaos import injector
+from oobleck.cli.here import is_here
+from oobleck.host.command import CommandFailed
 from oobleck.proto import control_pb2 as pb
-
-#: More than any greeting, and what claims to be far longer than it is.
-_GARBAGE = (
-    b"",
-    b"GET / HTTP/1.1\r\n\r\n",
-    os.urandom(1 << 16),
-    b"\xff\xff\xff\xff" + bytes(1 << 17),
-    b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + os.urandom(1 << 16),
-)
-_STRANGER_S = 2.0
 
 
 class Striker:
-    """Strikes, and has what it stopped go on after a while, whatever else goes on."""
+    """Striker of the nodes and the master of this machine."""
 
     def __init__(
         self,
@@ -42,16 +37,13 @@ class Striker:
         self.stop_for_s = stop_for_s
         self._restart_agent = restart_agent
         self._restart_master = restart_master
-        self._lock = threading.Lock()
-        #: Stopped processes, and what has them go on. Not the drill's own thread: where the master
-        #: is stopped, that one waits for its answer.
-        self._stopped: dict[int, threading.Timer] = {}
+        #: Node (empty: this machine), process that undoes a fault there, and when it has done so.
+        self._healers: list[tuple[str, int, float]] = []
 
     @property
     def has_stopped(self) -> bool:
         """True while anything is stopped."""
-        with self._lock:
-            return bool(self._stopped)
+        return any(until > time.monotonic() for _, _, until in self._healers)
 
     def strike(self, kind: str, node: pb.NodeInfo | None) -> str | None:
         """Strike, and return for the operator what was struck. Return None if there is nothing to
@@ -60,44 +52,53 @@ class Striker:
         Raises CommandFailed where the process belongs to somebody else.
         """
         if kind == "garbage":
-            return f"at {self._address}" if _disturb(self._address) else None
+            host, _, port = self._address.rpartition(":")
+            let_in = injector.garbage(host.strip("[]"), int(port))
+            return f"at {self._address}" if let_in else None
         if kind.endswith("-master"):
-            pid = master_pid(self._address)
-            pids = [] if pid is None else [pid]
-        else:
-            pids = [] if node is None or node.state != "live" else victims(kind, node)
-        struck = kill(pids) if kind.startswith("kill") else self._stop(pids)
-        if not struck:
+            return self._strike_master(kind)
+        if node is None or node.state != "live":
             return None
-        numbers = f"(pid {', '.join(map(str, struck))})"
-        return numbers if kind.endswith("-master") or node is None else f"{node.node} {numbers}"
+        workers = [worker.pid for worker in node.workers if worker.pid]
+        asked = {"kind": kind, "agent": node.pid, "workers": workers, "for_s": self.stop_for_s}
+        done = self._act(node.node, "strike", **asked)
+        return self._note(node.node, done["struck"], done["healer"])
 
-    def _stop(self, pids: list[int]) -> list[int]:
-        struck = []
-        for pid in pids:
-            timer = threading.Timer(self.stop_for_s, self._go_on, (pid,))
-            timer.daemon = True
-            with self._lock:
-                self._stopped[pid] = timer
-            if send(pid, signal.SIGSTOP):
-                struck.append(pid)
-                timer.start()
-            else:
-                self._go_on(pid)
-        return struck
+    def _strike_master(self, kind: str) -> str | None:
+        pid = master_pid(self._address)
+        pids = [] if pid is None else [pid]
+        with refusals():
+            struck, healer = (
+                (injector.kill(pids), 0)
+                if kind == "kill-master"
+                else injector.stop(pids, self.stop_for_s)
+            )
+        return self._note("", struck, healer)
 
-    def _go_on(self, pid: int) -> None:
-        with self._lock:
-            if self._stopped.pop(pid, None) is not None:
-                send(pid, signal.SIGCONT)
+    def _note(self, node: str, struck: Sequence[int], healer: int) -> str | None:
+        if healer:
+            self._healers.append((node, healer, time.monotonic() + self.stop_for_s))
+        place = self._place(node) if node else ""
+        pids = f"(pid {', '.join(map(str, struck))}{place})"
+        return f"{node} {pids}".lstrip() if struck else None
+
+    def _place(self, node: str) -> str:
+        """The words for the host where a node's processes are; none here."""
+        return ""
+
+    def _act(self, node: str, action: str, **arguments: Any) -> dict[str, Any]:
+        """Have the injector act where the node is (empty: here). Raises CommandFailed."""
+        with refusals():
+            return injector.act(action, **arguments)
 
     def undo(self) -> None:
         """Let all that is stopped go on now."""
-        with self._lock:
-            stopped = dict(self._stopped)
-        for pid, timer in stopped.items():
-            timer.cancel()
-            self._go_on(pid)
+        for node, healer, until in self._healers:
+            if until > time.monotonic():
+                # It heals by itself where it cannot be told to.
+                with contextlib.suppress(CommandFailed):
+                    self._act(node, "heal", healer=healer)
+        self._healers.clear()
 
     def restart(self, kind: str, node: str) -> str | None:
         """The command that starts again what was killed, and is started; None: it needs none."""
@@ -122,16 +123,48 @@ class Striker:
         return command
 
 
-def _disturb(address: str) -> bool:
-    """Say at a port what nobody there understands; whether anybody was let in."""
-    host, _, port = address.rpartition(":")
-    let_in = False
-    for message in _GARBAGE:
-        with (
-            contextlib.suppress(OSError),
-            socket.create_connection((host.strip("[]"), int(port)), _STRANGER_S) as stranger,
-        ):
-            let_in = True
-            stranger.settimeout(_STRANGER_S)
-            stranger.sendall(message)
-    return let_in
+@contextlib.contextmanager
+def refusals() -> Iterator[None]:
+    """Raise what the injector refuses as CommandFailed."""
+    try:
+        yield
+    except injector.Refused as refused:
+        raise CommandFailed(str(refused)) from refused
+
+
+def check_here(nodes: Sequence[pb.NodeInfo]) -> None:
+    """Raises CommandFailed unless the processes of all nodes are this machine's."""
+    away = [node for node in nodes if not is_here(node)]
+    if away:
+        names = ", ".join(node.node for node in away)
+        hosts = ", ".join(sorted({node.hostname for node in away}))
+        raise CommandFailed(
+            f"{names}: not on this machine ({hosts}), and a drill strikes only processes that it "
+            "finds here; run it there, name the nodes of this machine with --nodes, or their hosts "
+            "with --ssh HOSTS.txt",
+            options.USAGE,
+        )
+
+
+def check_master_here(kind: str, address: str) -> None:
+    """Raises CommandFailed unless the master is a process of this machine, and the user's."""
+    if master_pid(address) is None:
+        raise CommandFailed(
+            f"--kinds {kind}: the master at {address} is no process of this machine, or another "
+            "user's; run the drill on its machine as its user, or leave the kind out",
+            options.USAGE,
+        )
+
+
+def master_pid(address: str) -> int | None:
+    """Find the master's process, if it is one of this machine that the user may look into."""
+    port = int(address.rpartition(":")[2])
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            words = process.cmdline()
+            if not any("oobleck" in word and "master" in word for word in words):
+                continue
+            sockets = process.net_connections(kind="tcp")
+            if any(s.status == psutil.CONN_LISTEN and s.laddr[1] == port for s in sockets):
+                return process.pid
+    return None

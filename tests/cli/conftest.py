@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from bench.support.preloaded import Preloaded
 from oobleck.cli.client import MasterClient
 from support.commands import end, start_agent, start_master
 from support.waiting import until
@@ -16,14 +15,6 @@ model: {{kind: gpt, layers: 2, hidden: 8, heads: 2, sequence_length: 8}}
 data: {{text: ["*.txt"]}}
 training: {{steps: 20, global_batch: 4, seed: 5}}
 """
-
-
-@pytest.fixture(scope="module")
-def quick_start(preloaded: Preloaded) -> Iterator[None]:
-    """What the module's commands start has the libraries of workers at hand."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", preloaded.python_path)
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -52,6 +52,7 @@ def test_the_versions_are_those_that_are_tested() -> None:
 
 
 @pytest.mark.cluster
+@pytest.mark.usefixtures("quick_start")
 def test_who_follows_the_page_gets_a_cluster_that_trains(
     machines: dict[str, Machine], tmp_path: Path
 ) -> None:

@@ -43,7 +43,11 @@ def test_nobody_listens(verb: tuple[str, ...]) -> None:
     assert "--master" in line
 
 
-@pytest.mark.parametrize("verb", [("jobs",), ("events", "demo-1")], ids=" ".join)
+@pytest.mark.parametrize(
+    "verb",
+    [("jobs",), pytest.param(("events", "demo-1"), marks=pytest.mark.soak)],
+    ids=" ".join,
+)
 def test_a_master_that_hangs_is_given_up_long_before_grpc_would(verb: tuple[str, ...]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"

@@ -107,11 +107,11 @@ def cluster(
         yield cluster
 
 
-# Of the module, so that all cases of a shape run before the next shape. One worker does what each
-# of two does, but for their sums.
+# Of the module, so that all cases of a shape run before the next shape. One worker, and two of a
+# node, do what each of four does, but for its place among them.
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(1, marks=pytest.mark.soak), 2, 4],
+    params=[*(pytest.param(few, marks=pytest.mark.soak) for few in (1, 2)), 4],
     ids=["one", "two", "four"],
 )
 def shape(request: pytest.FixtureRequest, cluster: LocalCluster) -> int:

@@ -1,11 +1,11 @@
 """Each example trains through the death of a node, smaller than it is written."""
 
+import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import peft
 import pytest
 import torch
 import transformers
@@ -55,12 +55,18 @@ def cluster(
         yield cluster
 
 
+def run_here(program: Path, *arguments: Path) -> None:
+    """Run the example in this process, which has torch and transformers loaded."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [str(program), *map(str, arguments)])
+        runpy.run_path(str(program), run_name="__main__")
+
+
 def made(cluster: LocalCluster, name: str, folder: Path) -> tuple[str, ...]:
     """What the comment at the top of the example has the reader make; where it is now."""
     match name:
         case "vision":
-            command = [sys.executable, str(EXAMPLES / "vision.py"), str(folder)]
-            subprocess.run(command, check=True)
+            run_here(EXAMPLES / "vision.py", folder)
             return (f"data.arguments.path={folder}",)
         case "pretrain":
             tokens = folder / "docs.bin"
@@ -68,7 +74,7 @@ def made(cluster: LocalCluster, name: str, folder: Path) -> tuple[str, ...]:
             return (f"data.tokens={tokens}",)
         case "huggingface":
             base = folder / "base"
-            subprocess.run([sys.executable, str(EXAMPLES / "huggingface.py"), base], check=True)
+            run_here(EXAMPLES / "huggingface.py", base)
             return f"model.weights={base}", f"checkpoint.path={folder / 'saved'}"
         case _:
             return ()
@@ -109,6 +115,8 @@ def test_a_job_file_trains_through_the_loss_of_a_node(
 
 def loss_with_adapter(folder: Path) -> float:
     """Of some text that was trained on, as a user computes it."""
+    import peft  # two seconds of a core, of each process that collects these tests
+
     model = peft.PeftModel.from_pretrained(
         transformers.AutoModelForCausalLM.from_pretrained(folder / "base"), folder / "adapter"
     )

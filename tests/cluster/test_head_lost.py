@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from bench.support.client import Record, read_lines
+from bench.support.preloaded import Preloaded
 from bench.support.separate import Daemons
 from support.clusters import PATIENT, job
 from support.waiting import PATIENCE_S
@@ -19,9 +20,9 @@ MASTER_FLAGS = tuple(flag.removeprefix("--master-flag=") for flag in PATIENT)
 
 
 @pytest.fixture
-def daemons(tmp_path: Path) -> Iterator[Daemons]:
+def daemons(tmp_path: Path, preloaded: Preloaded) -> Iterator[Daemons]:
     """A master and two agents."""
-    cluster = Daemons(tmp_path / "cluster")
+    cluster = Daemons(tmp_path / "cluster", preloaded)
     with contextlib.closing(cluster):
         cluster.start_master(*MASTER_FLAGS)
         for name in ("n1", "n2"):

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from bench.support.preloaded import Preloaded
 from bench.support.separate import Daemons
 from oobleck.core.checkpoint import MANIFEST, RECORDS
 from support.clusters import PATIENT
@@ -19,8 +20,8 @@ EVERY = 60
 
 
 @pytest.fixture
-def daemons(tmp_path: Path) -> Iterator[Daemons]:
-    daemons = Daemons(tmp_path / "cluster")
+def daemons(tmp_path: Path, preloaded: Preloaded) -> Iterator[Daemons]:
+    daemons = Daemons(tmp_path / "cluster", preloaded)
     try:
         power_on(daemons)
         yield daemons

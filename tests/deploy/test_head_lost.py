@@ -29,6 +29,7 @@ def machines(tmp_path: Path) -> Iterator[dict[str, Machine]]:
 
 
 @pytest.mark.cluster
+@pytest.mark.usefixtures("quick_start")
 @pytest.mark.parametrize(
     "section",
     [

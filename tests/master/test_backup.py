@@ -12,7 +12,7 @@ from support.busy_head import EAGER, busy, check, numbers
 from support.crowd import run
 from support.fake_agent import MasterProcess, master
 
-_COPIES = 20
+_COPIES = 12
 _SEED = 7
 #: Files that stand in for others until they are whole, so `cp` may find them gone.
 _PASSING = ("journal.log.new", "journal.old.new", ".partial", "code/coming-")

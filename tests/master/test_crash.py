@@ -67,7 +67,8 @@ class Drill:
                         await agent.connect(self.address)
                 if condition():
                     return
-                await asyncio.sleep(0.02)
+                # What is not known to be stored is told again each time.
+                await asyncio.sleep(0.1)
 
     async def play(self) -> None:
         agents = self.agents

@@ -19,7 +19,7 @@ from support.folders import ROOT
 _MANY = 30
 #: How many seeds to play, from which one on; `make soak` plays thousands. Of many, half are played
 #: by `test_more_seeds`, for two processes to share them.
-SEEDS = int(os.environ.get("SIMULATION_SEEDS", "50"))
+SEEDS = int(os.environ.get("SIMULATION_SEEDS", "40"))
 FIRST = int(os.environ.get("SIMULATION_FIRST_SEED", "0"))
 HALF = FIRST + max(SEEDS // 2, min(SEEDS, _MANY))
 AT_A_TIME = 20

@@ -20,6 +20,8 @@ from support.fake_agent import FakeAgent, operator, told
 from support.scenario import record
 
 _KEPT = 10
+#: Between two jobs, and two steps: what is looked at has a part of the processor.
+_PAUSE_S = 0.02
 #: Flags of the master: it compacts the journal every dozen of jobs, and knows so many that ended.
 EAGER = ("--compact-bytes", "5000", "--keep-jobs", str(_KEPT))
 
@@ -67,13 +69,14 @@ class Load:
             )
             self.cancelled.append(self.submitted[-1])
             self._more.set()
+            await asyncio.sleep(_PAUSE_S)
 
     async def _steps(self) -> None:
         for step in range(1, 10**6):
             told(self.agents, self.training, record(step, 1, time.time()))
             line = pb.LogLines(job_id=self.training, slot=0, lines=[f"step {step}"])
             self.agents[0].send(log=line)
-            await asyncio.sleep(0.005)
+            await asyncio.sleep(_PAUSE_S)
 
 
 @contextlib.asynccontextmanager

@@ -1,18 +1,17 @@
 """What a drill would do, what it refuses, and what it makes of what it saw."""
 
-import contextlib
 import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import psutil
 import pytest
 
-from oobleck.cli.chaos.striker import Striker
+from oobleck.cli.chaos.injector import victims
+from oobleck.cli.chaos.striker import Striker, check_master_here, master_pid
 from oobleck.cli.chaos.strikes import KINDS, TO_THE_MASTER, Tally, schedule
-from oobleck.cli.chaos.victims import check_master_here, master_pid, victims
 from oobleck.cli.here import all_here, is_here
 from oobleck.host.command import CommandFailed
 from oobleck.proto import control_pb2 as pb
@@ -87,8 +86,7 @@ def test_only_processes_of_this_machine_and_of_that_agent_are_struck() -> None:
         assert not all_here([mine, far])
         assert not all_here([gone])
         agent.communicate(b"\n")
-    me.workers.add(slot=0, pid=os.getppid())
-    assert victims("kill-worker", me) == [], "a worker that is not the agent's child"
+    assert victims("kill-worker", os.getpid(), [os.getppid()]) == [], "no child of the agent's"
 
 
 @pytest.mark.parametrize(
@@ -116,20 +114,6 @@ def test_no_such_job(master: str) -> None:
     assert "no job 'x-1'" in refused(run("chaos", "x-1", "--master", master), 3)
 
 
-@pytest.fixture
-def node() -> Iterator[pb.NodeInfo]:
-    """Of an agent with a process below it, each of which says that it runs."""
-    child = "import time; time.sleep(600)"
-    parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
-    with subprocess.Popen([sys.executable, "-c", parent]) as agent:
-        until(psutil.Process(agent.pid).children, "the process below it")
-        below = psutil.Process(agent.pid).children()
-        yield pb.NodeInfo(node="n1", state="live", hostname=socket.gethostname(), pid=agent.pid)
-        for process in (*below, psutil.Process(agent.pid)):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-
-
 def striker(address: str = "127.0.0.1:1", stop_for_s: float = 0.2) -> Striker:
     return Striker(address, stop_for_s=stop_for_s, restart_agent="true {node}", restart_master=None)
 
@@ -139,7 +123,7 @@ def states(pids: Sequence[int]) -> set[str]:
 
 
 def test_a_node_that_is_stopped_goes_on_by_itself(node: pb.NodeInfo) -> None:
-    pids, drill = victims("stop-node", node), striker()
+    pids, drill = victims("stop-node", node.pid), striker()
     assert len(pids) == 2
     assert pids[-1] == node.pid, "the agent last, who would tell"
     assert drill.strike("stop-node", node) == f"n1 (pid {pids[0]}, {pids[1]})"
@@ -148,7 +132,7 @@ def test_a_node_that_is_stopped_goes_on_by_itself(node: pb.NodeInfo) -> None:
 
 
 def test_whatever_is_stopped_goes_on_at_the_end(node: pb.NodeInfo) -> None:
-    pids, drill = victims("stop-node", node), striker(stop_for_s=600)
+    pids, drill = victims("stop-node", node.pid), striker(stop_for_s=600)
     drill.strike("stop-node", node)
     until(lambda: states(pids) == {psutil.STATUS_STOPPED}, "both to stop")
     assert drill.has_stopped
@@ -158,10 +142,11 @@ def test_whatever_is_stopped_goes_on_at_the_end(node: pb.NodeInfo) -> None:
 
 
 def test_a_node_dies_as_a_whole(node: pb.NodeInfo) -> None:
-    pids, drill = victims("kill-node", node), striker()
+    pids, drill = victims("kill-node", node.pid), striker()
     processes = [psutil.Process(pid) for pid in pids]
     drill.strike("kill-node", node)
     all_gone(processes)
+    assert drill.strike("kill-node", node) is None, "the master may take it for live still"
     assert drill.restart("kill-node", "n1") == "true n1"
     assert drill.restart("kill-worker", "n1") is None
 

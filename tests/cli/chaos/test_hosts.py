@@ -3,7 +3,7 @@
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -20,36 +20,8 @@ from oobleck.proto import control_pb2 as pb
 from support.commands import refused, run
 from support.openssh import skip_without_ssh, sshd
 from support.ssh_hosts import PYTHON, SshHosts
+from support.struck import agent_with_worker
 from support.waiting import all_gone, is_stopped, until
-
-_CHILD = "import time; time.sleep(600)"
-_AGENT = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {_CHILD!r}])"
-
-
-@pytest.fixture
-def node() -> Iterator[pb.NodeInfo]:
-    """Of what looks like an agent with a worker."""
-    with agent() as process:
-        yield node_of(process)
-        end(process)
-
-
-def agent(on: Sequence[str] = ()) -> subprocess.Popen[bytes]:
-    process = subprocess.Popen([*on, sys.executable, "-c", _AGENT, "oobleck-agent"])
-    until(psutil.Process(process.pid).children, "the process below it")
-    return process
-
-
-def node_of(process: subprocess.Popen[bytes]) -> pb.NodeInfo:
-    (worker,) = psutil.Process(process.pid).children()
-    workers = [pb.WorkerStatus(slot=0, pid=worker.pid)]
-    return pb.NodeInfo(node="n1", state="live", pid=process.pid, workers=workers)
-
-
-def end(process: subprocess.Popen[bytes]) -> None:
-    with suppress(psutil.NoSuchProcess):
-        for one in (*psutil.Process(process.pid).children(recursive=True), process):
-            one.kill()
 
 
 @pytest.fixture(scope="module")
@@ -130,15 +102,13 @@ def test_a_network_is_cut_and_comes_back(tmp_path: Path) -> None:
             return b"ssh-ed25519" in done.stdout
 
         until(scanned, "the server")
-        process = stack.enter_context(agent(net.on("n1")))
-        stack.callback(end, process)
+        node = stack.enter_context(agent_with_worker(net.on("n1")))
         access = Access(
             identity=tmp_path / "key", known_hosts=known, python=sys.executable, directory="~"
         )
         lines = {host.name: host for host in parse_hosts(f"root@{address} name=n1\n")}
         others = {"stop_for_s": 3.0, "restart_agent": None, "restart_master": None}
         drill = HostStriker("127.0.0.1:1", lines, access, **others)
-        node = node_of(process)
         drill.check([node], ["unplug"])
         assert drill.strike("unplug", node) is not None
         until(lambda: not reachable(address), "the cut")

@@ -16,7 +16,8 @@ import asyncssh
 import psutil
 import pytest
 
-from bench.support.daemons import descendants, kill_all
+from bench.support.daemons import descendants
+from oobleck.cli.chaos.injector import kill
 from oobleck.cli.ssh.payload import installed_wheel
 from support.commands import end, refused, run
 from support.folders import ROOT
@@ -109,7 +110,7 @@ def _end_agents(folder: Path) -> None:
         if any(str(folder) in word for word in process.info["cmdline"] or ())
     ]
     trees = [one for process in left for one in descendants(process.pid)]
-    kill_all(trees)
+    kill([process.pid for process in reversed(trees)])
     all_gone(trees)
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-from mlflow.store.tracking.file_store import FileStore
 
 from oobleck.cli.tracking.track import TRACKERS
 from oobleck.core.job import spec
@@ -76,6 +75,8 @@ def check(job: Path, runs: Path) -> None:
     records = read(job / "metrics.jsonl")
     told = [(record["step"], pytest.approx(record["loss"])) for record in records]
     assert len(told) > 10
+    from mlflow.store.tracking.file_store import FileStore  # a second of a core
+
     store = FileStore(str(runs / "mlflow"))
     (experiment,) = store.search_experiments(filter_string="name = 'demo'")
     (kept,) = store.search_runs([experiment.experiment_id], "", 3)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from wandb.proto import wandb_internal_pb2
 
 import oobleck
 from support.waiting import until
@@ -36,6 +35,8 @@ def records_of(data: bytes) -> Iterator[bytes]:
 
 def rows(folder: Path) -> list[dict[str, Any]]:
     """Of the one run that is there."""
+    from wandb.proto import wandb_internal_pb2  # a second of a core
+
     (path,) = folder.glob("wandb/offline-run-*/*.wandb")
     found: list[dict[str, Any]] = []
     for data in records_of(path.read_bytes()):

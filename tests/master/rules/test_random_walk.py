@@ -128,7 +128,7 @@ class SlowWalk(Walk):
 
 
 @pytest.mark.parametrize(
-    "seed", [*range(5), *(pytest.param(each, marks=pytest.mark.soak) for each in range(5, 50))]
+    "seed", [*range(3), *(pytest.param(each, marks=pytest.mark.soak) for each in range(3, 50))]
 )
 def test_random_walk_with_slow_workers(seed: int) -> None:
     walk = SlowWalk(seed)

@@ -215,9 +215,9 @@ CHANGED = {
 #: Of two victims the first comes to the point, and the other dies as soon as it is gone.
 #: Each moment of a change once; the other workers' are soaks.
 LOSSES = [
-    *[("join", "d", p) for p in ("prepared", "before:take over")],
+    ("join", "d", "prepared"),
     *[("join", "e", p) for p in ("preparing", "before:connect", "after:transfer")],
-    *[("join", "c", p) for p in ("before:agree", "before:transfer", "reduced")],
+    *[("join", "c", p) for p in ("before:transfer", "reduced")],
     ("join", "a", "voting"),
     ("join", "a d", "before:agree"),
     ("drain", "b", "prepared"),
@@ -229,8 +229,8 @@ LOSSES = [
         for victims, points in {
             "a": ("prepared",),
             "a d": ("prepared",),
-            "c": ("preparing", "feeding", "prepared", "before:take over"),
-            "d": ("preparing", "feeding"),
+            "c": ("preparing", "feeding", "prepared", "before:take over", "before:agree"),
+            "d": ("preparing", "feeding", "before:take over"),
             "e": (
                 "before:rendezvous",
                 "before:take over",

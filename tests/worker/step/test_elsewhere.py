@@ -67,7 +67,7 @@ CASES = {
 
 
 #: "recomputed" has what these have, on more.
-SOAKS = ("dropout",)
+SOAKS = ("dropout", "bf16")
 
 
 @pytest.mark.parametrize(

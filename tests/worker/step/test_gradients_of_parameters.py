@@ -125,11 +125,11 @@ def workers_of(plan: Plan) -> list[str]:
         ("branches", "one", {}),
         ("branches", "two pipelines", {"recompute": "layer"}),
         ("branches", "shared", {}),
-        ("branches", "shared resident", {}),
+        pytest.param("branches", "shared resident", {}, marks=pytest.mark.soak),
         ("masked", "shared", {"recompute": "layer"}),
         ("masked", "shared resident", {}),
         ("hooked", "split backward", {}),
-        ("hooked", "two pipelines", {}),
+        pytest.param("hooked", "two pipelines", {}, marks=pytest.mark.soak),
     ],
 )
 def test_equals_a_plain_loop(
@@ -146,11 +146,17 @@ def test_equals_a_plain_loop(
 
 
 @pytest.mark.parametrize(
-    ("point", "step"),
+    ("model", "point", "step"),
     # Amid a backward, with all sums in hand, and with the vote's result on its way.
-    [("after:Backward", 5), ("reduced", 4), ("voting", 6)],
+    [
+        ("branches", "after:Backward", 5),
+        ("masked", "reduced", 4),
+        ("branches", "voting", 6),
+        pytest.param("masked", "after:Backward", 5, marks=pytest.mark.soak),
+        pytest.param("branches", "reduced", 4, marks=pytest.mark.soak),
+        pytest.param("masked", "voting", 6, marks=pytest.mark.soak),
+    ],
 )
-@pytest.mark.parametrize("model", ["branches", "masked"])
 def test_a_loss_changes_nothing(
     warm: WarmWorkers, tmp_path: Path, model: str, point: str, step: int
 ) -> None:

@@ -111,7 +111,7 @@ SPLIT = make_plan(
             "links",
         ),
         pytest.param(FOUR, True, {}, "nccl", marks=pytest.mark.soak),  # 11 workers
-        (FOUR, True, {}, "staged"),
+        pytest.param(FOUR, True, {}, "staged", marks=pytest.mark.soak),
         pytest.param(FOUR_RESIDENT, True, {}, "nccl", marks=pytest.mark.soak),
         pytest.param(SPLIT, True, {}, "nccl", marks=pytest.mark.soak),
     ],
@@ -164,12 +164,18 @@ MIXED = make_plan(1, [[("a", 2, 1), ("b", 3, 2)], [("c", 5, 1)]], [3, 3])
         # Half of a's state is lost: from the other pipeline.
         (TWO_AND_TWO, "a/1", "after:Backward", [[("a", 5, 1)], [("b", 5, 2)]], "links"),
         (RESIDENT, "a/1", "after:Forward", [[("a", 5, 1)], [("b", 5, 2)]], "links"),
-        (TWO_AND_TWO, "b/0", "reduced", [[("a", 5, 2)], [("b", 2, 1), ("b", 3, 2)]], "links"),
+        pytest.param(
+            *(TWO_AND_TWO, "b/0", "reduced", [[("a", 5, 2)], [("b", 2, 1), ("b", 3, 2)]], "links"),
+            marks=pytest.mark.soak,
+        ),
         # A whole layer becomes halves, and halves become thirds.
         (MIXED, "c/0", "before:Backward", [[("a", 2, 2), ("b", 3, 3)]], "links"),
         (MIXED, "b/1", "before:SyncGradient", [[("a", 4, 3), ("a", 1, 1)], [("c", 5, 1)]], "links"),
         # The others of a have asked for the exchange of a layer, in which it never takes part.
-        (FOUR, "a/2", "before:Forward", [[("a", 5, 3)], [("b", 2, 3), ("c", 3, 4)]], "nccl"),
+        pytest.param(
+            *(FOUR, "a/2", "before:Forward", [[("a", 5, 3)], [("b", 2, 3), ("c", 3, 4)]], "nccl"),
+            marks=pytest.mark.soak,
+        ),
         pytest.param(
             *(FOUR, "a/2", "before:Backward", [[("a", 5, 3)], [("b", 2, 3), ("c", 3, 4)]], "nccl"),
             marks=pytest.mark.soak,

@@ -1,17 +1,20 @@
-"""Script of `oobleck chaos --ssh` on a host. Its text is sent over ssh and run by the Python there.
+"""Injection of faults into the processes and the network of the machine that it runs on.
 
-It needs nothing but Python's own library, therefore. Processes that are stopped and networks that
-are cut off come back by themselves: a process of its own waits for that, whatever becomes of the
-connection and of the drill.
+Drills of `oobleck chaos` on this machine, benchmarks and tests call it; `--ssh` sends its text to a
+host, where Python runs it, so it needs nothing but Python's own library. Processes that are
+stopped and networks that are cut off come back by themselves: a process of its own waits for that,
+whatever becomes of the drill.
 """
 
 import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,23 +47,38 @@ for word in sys.argv[3:]:
 """
 
 
+#: More than any greeting, and messages that claim to be far longer than they are.
+_GARBAGE = (
+    b"",
+    b"GET / HTTP/1.1\r\n\r\n",
+    os.urandom(1 << 16),
+    b"\xff\xff\xff\xff" + bytes(1 << 17),
+    b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + os.urandom(1 << 16),
+)
+_STRANGER_S = 2.0
+
+
 class Refused(Exception):
-    """The text is for the operator."""
+    """Refusal of a strike; the text is for the operator."""
 
 
 def main(request: dict[str, Any]) -> None:
-    actions: dict[str, Callable[..., dict[str, Any]]]
-    actions = {"look": look, "strike": strike, "heal": heal}
-    action = actions[request.pop("action")]
     request.pop("directory")
     reply: dict[str, Any]
     try:
-        reply = {"reply": action(**request)}
+        reply = {"reply": act(**request)}
     except Refused as refused:
         reply = {"refused": str(refused)}
     except OSError as error:
         reply = {"refused": error.strerror or str(error)}
     print(json.dumps(reply))
+
+
+def act(action: str, **arguments: Any) -> dict[str, Any]:
+    """Do one of the actions below. Raises Refused."""
+    actions: dict[str, Callable[..., dict[str, Any]]]
+    actions = {"look": look, "strike": strike, "heal": heal}
+    return actions[action](**arguments)
 
 
 def look(agent: int, kinds: list[str]) -> dict[str, Any]:
@@ -81,18 +99,47 @@ def look(agent: int, kinds: list[str]) -> dict[str, Any]:
 
 
 def strike(kind: str, agent: int, workers: list[int], for_s: float) -> dict[str, Any]:
-    """The processes that were struck, and the one (0: none) that has them go on."""
+    """Strike the agent's node. Return the processes that were struck, and the one that has them go
+    on (0: none). Raises Refused."""
+    if not any(_words(agent)):
+        return {"struck": [], "healer": 0}
     _check_agent(agent)
     if kind == "unplug":
         return {"struck": [agent], "healer": _start_healer(for_s, [], "-4 -6")}
-    pids = _victims(kind, agent, workers)
-    if kind.startswith("stop"):
-        healer = _start_healer(for_s, pids, "") if pids else 0
-        return {"struck": [pid for pid in pids if _send(pid, signal.SIGSTOP)], "healer": healer}
-    # Of several all stop first, so that none gets to see and tell the end of another.
+    pids = victims(kind, agent, workers)
+    if kind.startswith("kill"):
+        return {"struck": kill(pids), "healer": 0}
+    struck, healer = stop(pids, for_s)
+    return {"struck": struck, "healer": healer}
+
+
+def kill(pids: Sequence[int]) -> list[int]:
+    """SIGKILL to all of them; return those that there were. Raises Refused."""
+    # All stop first, so that none gets to see and tell the end of another.
     for pid in pids if len(pids) > 1 else ():
         _send(pid, signal.SIGSTOP)
-    return {"struck": [pid for pid in pids if _send(pid, signal.SIGKILL)], "healer": 0}
+    return [pid for pid in pids if _send(pid, signal.SIGKILL)]
+
+
+def stop(pids: Sequence[int], for_s: float) -> tuple[list[int], int]:
+    """SIGSTOP to all of them; return those that there were, and the process that has them go on
+    after `for_s` (0: none). Raises Refused."""
+    healer = _start_healer(for_s, pids, "") if pids else 0
+    return [pid for pid in pids if _send(pid, signal.SIGSTOP)], healer
+
+
+def garbage(address: str, port: int, connect_s: float = _STRANGER_S) -> bool:
+    """Send to a port bytes that no program understands; return whether it let anybody in."""
+    let_in = False
+    for message in _GARBAGE:
+        with (
+            contextlib.suppress(OSError),
+            socket.create_connection((address, port), connect_s) as stranger,
+        ):
+            let_in = True
+            stranger.settimeout(_STRANGER_S)
+            stranger.sendall(message)
+    return let_in
 
 
 def heal(healer: int) -> dict[str, Any]:
@@ -101,7 +148,7 @@ def heal(healer: int) -> dict[str, Any]:
     return {"healed": any("sigtimedwait" in word for word in words) and _send(healer, 15)}
 
 
-def _victims(kind: str, agent: int, workers: list[int]) -> list[int]:
+def victims(kind: str, agent: int, workers: Sequence[int] = ()) -> list[int]:
     """Return the pids that `kind` strikes, in the order of the strikes, the agent last."""
     below = _below(agent)
     if kind.endswith("-agent"):
@@ -114,7 +161,7 @@ def _victims(kind: str, agent: int, workers: list[int]) -> list[int]:
     return mine
 
 
-def _start_healer(for_s: float, pids: list[int], families: str) -> int:
+def _start_healer(for_s: float, pids: Sequence[int], families: str) -> int:
     """Start the process that undoes the fault; return its pid once it takes signals."""
     words = [f"{pid}:{began}" for pid in pids if (began := _began(pid))]
     process = subprocess.Popen(
@@ -126,6 +173,8 @@ def _start_healer(for_s: float, pids: list[int], families: str) -> int:
     )
     assert process.stdout is not None
     process.stdout.readline()
+    process.stdout.close()
+    threading.Thread(target=process.wait, daemon=True).start()
     return process.pid
 
 
@@ -169,4 +218,6 @@ def _send(pid: int, signum: int) -> bool:
         os.kill(pid, signum)
     except ProcessLookupError:
         return False
+    except PermissionError:
+        raise Refused(f"pid {pid} is another user's; drill as the user of the agents") from None
     return True
