@@ -1,8 +1,10 @@
 """Answers to lost or joined nodes: by templates, and by re-routing around the lost ones."""
 
+from collections import Counter
 from dataclasses import replace
 
 from oobleck.core.errors import PlanInfeasible
+from oobleck.core.ids import WorkerId
 from oobleck.core.plan import Plan, place
 from oobleck.core.units import comma_separated
 from oobleck.planner.cost.estimate import estimate_step
@@ -10,7 +12,7 @@ from oobleck.planner.programs.compiler.proof import prove
 from oobleck.planner.programs.listing.schedule import listed_routes
 from oobleck.planner.recovery.answer import Answer, Change, answer, idle, situation
 from oobleck.planner.recovery.reconfigure import Reconfiguration, reconfigure
-from oobleck.planner.recovery.reroute import reroute
+from oobleck.planner.recovery.reroute import add_load, reroute
 from oobleck.planner.recovery.shadowed import shadows_behind
 from oobleck.planner.recovery.uneven.candidates import hop_ticks, scheduled
 from oobleck.planner.recovery.uneven.shares import reshared
@@ -98,3 +100,17 @@ def by_reroute(change: Change) -> Answer:
         idle=idle(change, plan),
     )
     return answer("reroute", found, step_s, change, then=shadows_behind(routed, change))
+
+
+def least_step_s(change: Change) -> float:
+    """Return the time of the busiest worker's compute in the running plan around lost nodes, below
+    which no schedule of it comes. Raises PlanInfeasible."""
+    plan, alive = change.plan, frozenset(change.live)
+    lost = {worker for worker in plan.workers if worker.node not in alive}
+    ticks = hop_ticks(change.profile, plan.with_rates(change.rates))
+    routed = reroute(plan, lost, generation=change.generation, ticks=ticks)
+    load = Counter[WorkerId]()
+    for route in routed.routes:
+        for hop in route.hops:
+            add_load(load, hop, route.microbatches * ticks(hop))
+    return max(load.values()) / 1e9

@@ -8,24 +8,29 @@
 - `uneven` (Malleus): where no node is lost, by the current speed of each worker.
 - `shadow` (Bamboo, NSDI 2023) answers no loss itself. After an answer, nodes get copies of layers
   that too few hold, and `reroute` uses them at the next loss.
+- `auto` compares the first two, and `reroute` followed by `templates`, by the steps that each
+  commits until the next loss is expected (`Course`).
 
 Owns the choice. Must not know how a policy makes its plan.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from oobleck.core.errors import PlanInfeasible
 from oobleck.core.job.spec import RecoveryPolicy
 from oobleck.planner.recovery.answer import Answer, Change, Policy
-from oobleck.planner.recovery.lost import by_reroute, by_templates
+from oobleck.planner.recovery.lost import by_reroute, by_templates, least_step_s
 from oobleck.planner.recovery.normalise import normalised, promising
-from oobleck.planner.recovery.shadowed import shadowed, shadows_behind
+from oobleck.planner.recovery.reconfigure import HORIZON_S
+from oobleck.planner.recovery.shadowed import can_lose_behind, shadowed, shadows_behind
+from oobleck.planner.recovery.worth import CHANGE_S, splitting_weight
 
-#: Time of moving state below which it is moved at once.
-QUICK_S = 1.0
+#: Courses this close in committed steps are equal: estimates are not more exact.
+_TIE = 0.01
 _TEMPLATES_FIRST: tuple[Policy, Policy] = ("templates", "reroute")
 _REROUTE_FIRST: tuple[Policy, Policy] = ("reroute", "templates")
 #: Answer of each policy to a change, or its refusal.
@@ -35,8 +40,7 @@ Answers = Mapping[Policy, Answer | PlanInfeasible]
 def answer(change: Change, wanted: RecoveryPolicy, known: Answers | None = None) -> Answer:
     """Decide the answer to a change. `known`: `answers(change)`, for a caller that has it already.
 
-    With `auto`, a loss whose state moves in less than a second is answered by `templates`. Else
-    `reroute` answers at once and `templates` follows, as far as both are possible. Where the job
+    With `auto` a loss is answered by the best of the courses that `_courses` lists. Where the job
     names `reroute`, `normalise` follows if it promises a shorter step, and `shadow` after that.
 
     If the preferred policy has no answer the other one is used, and the reason says so. Fewer nodes
@@ -51,10 +55,84 @@ def answer(change: Change, wanted: RecoveryPolicy, known: Answers | None = None)
         return _instead(other, first, infeasible, change, known)
     if first == "reroute" and promising(change, found.found.plan):
         return replace(found, then="normalise")
-    if wanted == "auto" and found.stall_s >= QUICK_S:
-        with suppress(PlanInfeasible):
-            return replace(_made("reroute", change, known), then="templates")
+    if wanted == "auto" and lost:
+        return _best(_courses(found, change, known), change)
     return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Course:
+    """Course of action after a loss: the answer at once, and the one that follows at a step
+    boundary."""
+
+    first: Answer
+    behind: Answer | None = None
+
+    def steps(self, change: Change) -> float:
+        """Return the steps that are committed within HORIZON_S.
+
+        The follow-up costs whole steps of the first plan: its state is copied while that one
+        trains, and the switch waits for a step boundary.
+        """
+        step_s = _step_s(self.first)
+        whole_s = HORIZON_S - self.first.stall_s
+        if self.behind is None:
+            return whole_s / step_s
+        before = 1 + math.ceil(self.behind.stall_s / step_s)
+        outrun_s = self.behind.outrun_bytes / change.profile.links.inter_node_bytes_per_s
+        left_s = whole_s - before * step_s - CHANGE_S - outrun_s
+        return before + left_s / _step_s(self.behind) if left_s > 0 else whole_s / step_s
+
+    def guarantee(self, change: Change) -> int:
+        """Return how many nodes can be lost in the end, as far as the job asks for that."""
+        last = self.behind or self.first
+        return min(can_lose_behind(last.found.plan, change), change.fault_tolerance)
+
+    @property
+    def moved_bytes(self) -> int:
+        return self.first.moved_bytes + (self.behind.moved_bytes if self.behind else 0)
+
+    @property
+    def answer(self) -> Answer:
+        return self.first if self.behind is None else replace(self.first, then="templates")
+
+
+def _step_s(answer: Answer) -> float:
+    return answer.step_s * splitting_weight(answer.found.plan)
+
+
+def _courses(moved: Answer, change: Change, known: Answers | None) -> list[Course]:
+    """List the courses for a loss to which `moved` is the answer of `templates`.
+
+    Scheduling a re-routed plan takes long, and the loss waits for it. So it is left out if it is
+    the worse course even at the time of its busiest worker's compute, which no schedule beats.
+    """
+    courses = [Course(first=moved)]
+    if known is None:
+        try:
+            bound = replace(moved, stall_s=0.0, step_s=least_step_s(change))
+        except PlanInfeasible:
+            return courses
+        hoped = (Course(first=bound), Course(first=bound, behind=moved))
+        if max(course.steps(change) for course in hoped) <= courses[0].steps(change):
+            return courses
+    with suppress(PlanInfeasible):
+        routed = _made("reroute", change, known)
+        courses += [Course(first=routed), Course(first=routed, behind=moved)]
+    return courses
+
+
+def _best(courses: list[Course], change: Change) -> Answer:
+    """Return the answer of the best course.
+
+    The highest guarantee comes first, then the most steps. Within 1 % of the most, the course that
+    moves fewest bytes is taken, then the one that commits most.
+    """
+    kept = [course.guarantee(change) for course in courses]
+    courses = [course for course, own in zip(courses, kept, strict=True) if own == max(kept)]
+    most = max(course.steps(change) for course in courses)
+    close = [course for course in courses if course.steps(change) >= (1 - _TIE) * most]
+    return min(close, key=lambda one: (one.moved_bytes, -one.steps(change))).answer
 
 
 def _instead(

@@ -52,7 +52,7 @@ class Case:
     #: A node that is started again once the job has come to a step, and joins it there.
     returns: tuple[str, int] | None = None
     #: Of recovery.
-    policy: str = "auto"
+    policy: str = "templates"
     shadows: str = "none"
     #: Nodes that a pipeline has at least; with five nodes.
     min_nodes: int = 2

@@ -145,13 +145,15 @@ def job_spec(
     restart: int = 0,
     reroute: int = 0,
     templates: int = 0,
+    uneven: int = 0,
     shadows: int = 1,
     hidden: int = 32,
+    sequence: int = 16,
 ) -> JobSpec:
     """`evaluate`: every how many steps, of ten times the samples of a step."""
     return JobSpec(
         name=name,
-        model=ModelSpec(layers=6, hidden=hidden, heads=2, sequence_length=16),
+        model=ModelSpec(layers=6, hidden=hidden, heads=2, sequence_length=sequence),
         data=DataSpec(text=("/nowhere/*.py",)),
         training=TrainingSpec(steps=steps, global_batch=16, microbatch=2),
         fault_tolerance=f,
@@ -162,7 +164,13 @@ def job_spec(
         evaluation=EvaluationSpec(every=evaluate, fraction=0.1, samples=160) if evaluate else None,
         on_state_lost="restart" if restart else "fail",
         recovery=RecoverySpec(
-            policy="reroute" if reroute else "templates" if templates else "auto",
+            policy="reroute"
+            if reroute
+            else "templates"
+            if templates
+            else "uneven"
+            if uneven
+            else "auto",
             shadows="auto" if shadows else "none",
         ),
     )
