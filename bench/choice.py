@@ -25,13 +25,11 @@ from oobleck.core.profile import Links, Profile
 from oobleck.planner.cost.estimate import Replays
 from oobleck.planner.cost.kinds import Kind
 from oobleck.planner.cost.replay import computed_s
-from oobleck.planner.cost.stagetable import StageTable
+from oobleck.planner.cost.stages import StageTable
 from oobleck.planner.search.catalogue import Catalogue, Offer
-from oobleck.planner.search.choose import choose_schedule
-from oobleck.planner.search.firstplan import make_first_plan
+from oobleck.planner.search.choose import Costed, choose_schedule, shortlists
+from oobleck.planner.search.firstplan import make_first_plan, node_specification
 from oobleck.planner.search.instantiate import by_formula, instantiate
-from oobleck.planner.search.shortlist import Costed, shortlists
-from oobleck.planner.search.specification import node_specification
 from oobleck.planner.search.templates import least_cuts, template_of
 
 

@@ -17,7 +17,7 @@ import sys
 import time
 
 from bench.support.models import profile
-from oobleck.planner.cost.stagetable import StageTable
+from oobleck.planner.cost.stages import StageTable
 from oobleck.planner.search.templates import feasible_sizes, generate_templates, least_cuts
 
 CASES = ("26/13/1", "26/13/4", "50/24/1", "50/30/1", "98/64/1", "98/64/8")

@@ -34,8 +34,12 @@ from oobleck.core.routes import Listing
 from oobleck.core.schedules import Schedule
 from oobleck.planner.programs.compiler.own import compile_own
 from oobleck.planner.programs.compiler.proof import prove
-from oobleck.planner.programs.listing.bound import least_makespan
-from oobleck.planner.programs.listing.schedule import list_schedule, listed_routes, planned
+from oobleck.planner.programs.listing.schedule import (
+    least_makespan,
+    list_schedule,
+    listed_routes,
+    planned,
+)
 from oobleck.planner.programs.listing.visits import visits_of
 from oobleck.planner.recovery.moves import Moves
 from oobleck.planner.recovery.normalise import MOST_SCHEDULED

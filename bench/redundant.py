@@ -14,7 +14,7 @@ runs both stages from then on, and the step takes, on average over all:
 
 - `anew`: if it is begun anew;
 - `salvaged`: if it is done again but for what is in the sums of the others already, as here
-  (`oobleck.planner.programs.compiler.work`);
+  (`oobleck.planner.programs.compiler.compile`);
 - `going on`: if the others go on from where they are, and send the gradients again that the lost
   worker had; the forwards of its stage are computed again;
 - `ahead`: likewise, but those that were computed ahead are there.

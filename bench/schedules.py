@@ -34,7 +34,7 @@ from oobleck.planner.cost.estimate import estimate_step
 from oobleck.planner.profile.estimate import estimate_profile
 from oobleck.planner.profile.measurement import assemble_profile
 from oobleck.planner.programs.compiler.compile import compile_programs
-from oobleck.planner.programs.compiler.dryrun import dry_run
+from oobleck.planner.programs.compiler.proof import dry_run
 from oobleck.planner.search.choose import choose_schedule
 
 ROOT = Path(__file__).resolve().parents[1]

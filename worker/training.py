@@ -6,8 +6,8 @@ know how generations begin or end.
 
 from oobleck.core.messages import Assign, Committed, Finished, Measure
 from oobleck.core.plan import Plan
+from oobleck.planner.programs.compiler.compile import Work
 from oobleck.planner.programs.compiler.own import OwnProgram, compile_own
-from oobleck.planner.programs.compiler.work import Work
 from oobleck.worker.checkpoint.output import write_result
 from oobleck.worker.checkpoint.saver import Saver
 from oobleck.worker.context import WorkerContext

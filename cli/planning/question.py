@@ -98,7 +98,7 @@ def from_job(path: Path, overrides: Sequence[str], flags: Flags) -> Question:
     """
     from oobleck.cli.jobs.job_file import read_job, read_profile
     from oobleck.core.profile_file import parse_profile
-    from oobleck.planner.search.specification import on_usable_gpus
+    from oobleck.planner.search.firstplan import on_usable_gpus
 
     given = {
         f"{key}={value}": f"{flag} {value}"

@@ -28,7 +28,7 @@ from oobleck.planner.profile.estimate import estimate_profile
 from oobleck.planner.profile.machine import slowest_of
 from oobleck.planner.profile.memory import budget_bytes
 from oobleck.planner.recovery.answer import Answer
-from oobleck.planner.search.specification import node_specification, on_usable_gpus
+from oobleck.planner.search.firstplan import node_specification, on_usable_gpus
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

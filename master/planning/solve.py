@@ -30,9 +30,9 @@ from oobleck.master.planning.requests import (
 from oobleck.master.policies import MOVING
 from oobleck.planner.programs.compiler import proof
 from oobleck.planner.recovery.answer import Change
-from oobleck.planner.recovery.lost import by_templates
 from oobleck.planner.recovery.policies import answer, behind
 from oobleck.planner.recovery.uneven.answer import uneven
+from oobleck.planner.recovery.worth import by_templates
 from oobleck.planner.search.catalogue import Catalogue
 from oobleck.planner.search.firstplan import make_first_plan
 

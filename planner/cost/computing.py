@@ -10,7 +10,7 @@ from oobleck.core.instructions import Share
 from oobleck.core.plan import Plan
 from oobleck.core.profile import Profile
 from oobleck.core.routes import Hop
-from oobleck.planner.cost.stagecost import stage_cost
+from oobleck.planner.cost.stages import stage_cost
 
 
 def computing_s(plan: Plan, profile: Profile) -> Mapping[WorkerId, float]:

@@ -14,7 +14,7 @@ from oobleck.core.plan import Pipeline, Plan
 from oobleck.core.profile import Profile
 from oobleck.core.schedules import Schedule
 from oobleck.core.ties import Ties
-from oobleck.planner.cost.ends import plan_end_s
+from oobleck.planner.cost.ends import Computed, plan_end_s, step_end_s
 from oobleck.planner.cost.kinds import (
     Cut,
     Kind,
@@ -25,8 +25,7 @@ from oobleck.planner.cost.kinds import (
     replicas,
 )
 from oobleck.planner.cost.replay import Ends, Question, computed_s
-from oobleck.planner.cost.stagecost import StageCost, idle_bytes
-from oobleck.planner.cost.sums import Computed, step_end_s
+from oobleck.planner.cost.stages import StageCost, idle_bytes
 from oobleck.planner.programs.compiler.schedule import in_flight
 
 

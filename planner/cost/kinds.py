@@ -12,7 +12,7 @@ from typing import NamedTuple
 from oobleck.core.plan import Pipeline, PipelineTemplate, Plan
 from oobleck.core.profile import Profile, message_s
 from oobleck.core.routes import Hold
-from oobleck.planner.cost.stagecost import StageCost, stage_cost
+from oobleck.planner.cost.stages import StageCost, stage_cost
 
 
 class Place(NamedTuple):

@@ -24,7 +24,7 @@ from oobleck.planner.cost.kinds import (
     replicas,
 )
 from oobleck.planner.cost.replay import computed_s
-from oobleck.planner.cost.stagecost import StageCost, idle_bytes, stage_cost
+from oobleck.planner.cost.stages import StageCost, idle_bytes, stage_cost
 from oobleck.planner.programs.listing.schedule import listed_routes, planned
 
 #: Ticks of the longest forward or backward of any hop.

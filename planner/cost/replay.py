@@ -2,7 +2,7 @@
 
 The order of compute comes from `oobleck.planner.programs.compiler.schedule`. A message takes time
 on its way and keeps no stage from computing. Pipelines of one schedule are replayed as columns of
-arrays; very long ones are extrapolated from their steady state. `oobleck.planner.cost.sums` owns
+arrays; very long ones are extrapolated from their steady state. `oobleck.planner.cost.ends` owns
 the rest of the step. Must not know plans or profiles.
 """
 

@@ -26,8 +26,7 @@ from oobleck.planner.profile.memory import (
     state_bytes,
     with_holes,
 )
-from oobleck.planner.profile.sharing import gathered_bytes, sharing_sizes, with_exchanges
-from oobleck.planner.profile.sums import with_sums
+from oobleck.planner.profile.sharing import gathered_bytes, sharing_sizes, with_exchanges, with_sums
 
 #: Memory rate of the nominal worker.
 _NOMINAL_BYTES_PER_S = 5e9

@@ -17,9 +17,8 @@ from oobleck.planner.recovery.answer import Answer, Change, answer, idle, situat
 from oobleck.planner.recovery.moves import Moves, Ticks, most_load
 from oobleck.planner.recovery.reconfigure import Reconfiguration
 from oobleck.planner.recovery.rules import Next
-from oobleck.planner.recovery.shadowed import shadows_behind
 from oobleck.planner.recovery.uneven.candidates import hop_ticks, scheduled, staying_s
-from oobleck.planner.recovery.worth import LEAST_GAIN, worth_a_change
+from oobleck.planner.recovery.worth import LEAST_GAIN, shadows_behind, worth_a_change
 
 #: Number of moves, by least load, that get a schedule.
 MOST_SCHEDULED = 3

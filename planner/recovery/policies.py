@@ -23,11 +23,18 @@ from typing import Literal
 from oobleck.core.errors import PlanInfeasible
 from oobleck.core.job.spec import RecoveryPolicy
 from oobleck.planner.recovery.answer import Answer, Change, Policy
-from oobleck.planner.recovery.lost import by_reroute, by_templates, least_step_s
 from oobleck.planner.recovery.normalise import normalised, promising
 from oobleck.planner.recovery.reconfigure import HORIZON_S
-from oobleck.planner.recovery.shadowed import can_lose_behind, shadowed, shadows_behind
-from oobleck.planner.recovery.worth import CHANGE_S, splitting_weight
+from oobleck.planner.recovery.worth import (
+    CHANGE_S,
+    by_reroute,
+    by_templates,
+    can_lose_behind,
+    least_step_s,
+    shadowed,
+    shadows_behind,
+    splitting_weight,
+)
 
 #: Courses this close in committed steps are equal: estimates are not more exact.
 _TIE = 0.01

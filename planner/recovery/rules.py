@@ -40,7 +40,7 @@ Rule = Literal[
     "stand by",
     "take back",
 ]
-#: Follow-up of an answer at a step boundary; for `shadow` see `oobleck.planner.recovery.shadowed`.
+#: Follow-up of an answer at a step boundary; for `shadow` see `oobleck.planner.recovery.worth`.
 Next = Literal["templates", "shadow", "normalise"]
 #: Rules that make a plan of templates for fewer or more nodes.
 OF_OTHER_NODES: frozenset[Rule] = frozenset({"stand by", "take back"})

@@ -1,16 +1,26 @@
 """Decision whether a voluntary change is worth it. Pure."""
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from oobleck.core.errors import PlanInfeasible
-from oobleck.core.plan import Plan
+from oobleck.core.ids import WorkerId
+from oobleck.core.plan import Plan, place
+from oobleck.core.units import comma_separated, count
+from oobleck.planner.cost.estimate import estimate_step
+from oobleck.planner.cost.listed import estimate_listed, with_listing
 from oobleck.planner.programs.compiler.proof import prove
 from oobleck.planner.programs.compiler.schedule import splits_backward
 from oobleck.planner.programs.listing.schedule import listed_routes
-from oobleck.planner.recovery.answer import Answer
-from oobleck.planner.recovery.reconfigure import HORIZON_S
-from oobleck.planner.search.choose import TIE
+from oobleck.planner.recovery.answer import Answer, Change, answer, idle, situation
+from oobleck.planner.recovery.reconfigure import HORIZON_S, Reconfiguration, can_lose, reconfigure
+from oobleck.planner.recovery.reroute import add_load, reroute
+from oobleck.planner.recovery.rules import Next
+from oobleck.planner.recovery.uneven.candidates import hop_ticks, scheduled
+from oobleck.planner.recovery.uneven.cuts import reshared
+from oobleck.planner.search.choose import TIE, keep_schedule, settled
+from oobleck.planner.search.shadows import with_shadows
 
 #: Seconds of a change of generation beside moving state.
 CHANGE_S = 0.5
@@ -76,3 +86,199 @@ def worth_a_change(offers: Sequence[Answer], running: Plan, staying_s: float) ->
     if listed_routes(best.found.plan):
         prove(best.found.plan)
     return best
+
+
+# ---- Shadows after an answer: plans in which more nodes hold each layer.
+#
+# List-scheduled workers may need an order that takes less memory for that. Owns how much memory
+# they keep.
+
+
+#: Least share of the memory of micro-batches that list-scheduled workers keep, in the order of
+#: trying. An order is made for speed alone and often keeps more than it needs.
+_KEPT = (1.0, 0.5, 0.25)
+
+
+def shadows_behind(plan: Plan, change: Change) -> Next | None:
+    """Return the follow-up of `plan` at a step boundary if more shadows would let more nodes be
+    lost; else None. A loss waits for this, so orders with less memory are tried only after it."""
+    if not change.shadows:
+        return None
+    found = _more_shadows(plan, change, change.fault_tolerance, _KEPT[-1])
+    return None if found is plan else "shadow"
+
+
+def can_lose_behind(plan: Plan, change: Change) -> int:
+    """Return how many nodes can be lost once `plan` has the shadows that follow it."""
+    if not change.shadows:
+        return can_lose(plan)
+    return can_lose(_more_shadows(plan, change, change.fault_tolerance))
+
+
+def shadowed(change: Change) -> Answer:
+    """Answer, for a step boundary, with the running plan and all shadows that let more nodes be
+    lost.
+
+    Its routes and schedule stay. Raises PlanInfeasible where there are none to add.
+    """
+    profile = change.profile
+    plan = replace(_with_more(change), generation=change.generation)
+    if plan.listing is None:
+        plan = settled(plan, profile)
+        step_s = estimate_step(plan, profile, tied=change.tied).step_s
+    else:
+        prove(plan)
+        step_s = estimate_listed(plan, profile, tied=change.tied).step_s
+    nodes = sorted({worker.node for worker in plan.shadows})
+    made = Reconfiguration(
+        plan=plan,
+        rule="shadow",
+        reason=f"{comma_separated(nodes)} hold layers of others too, so that "
+        f"{count(can_lose(plan), 'node')} can be lost",
+        idle=idle(change, plan),
+    )
+    return answer("shadow", made, step_s, change)
+
+
+def _more_shadows(plan: Plan, change: Change, wanted: int, kept: float = 1.0) -> Plan:
+    held = plan.shards
+    return with_shadows(plan, change.profile, fault_tolerance=wanted, held=held, kept=kept)
+
+
+def _with_more(change: Change) -> Plan:
+    """Return the running plan with more shadows. The order of list-scheduled workers stays where it
+    fits beside them; else it is made anew. Raises PlanInfeasible."""
+    plan, listed = change.plan, change.plan.listing is not None
+    most = min(change.fault_tolerance, len(plan.nodes) - 1)
+    why = "no layer can be on one node more, or none has to be"
+    for wanted in range(most, can_lose(plan), -1):
+        for kept in _KEPT if listed else _KEPT[:1]:
+            found = _more_shadows(plan, change, wanted, kept)
+            if can_lose(found) < wanted:
+                continue
+            if kept == 1.0:
+                return found
+            anew = _listed_anew(found, change)
+            if anew is not None:
+                return anew
+            why = (
+                "beside shadows that let one node more be lost there is so little memory for "
+                "micro-batches that a step would take longer"
+            )
+    raise PlanInfeasible(why)
+
+
+def _listed_anew(found: Plan, change: Change) -> Plan | None:
+    """List the plan anew in an order that fits into the memory beside the shadows.
+
+    Returns None where some micro-batch has no room, or a step would take longer by more than the
+    least gain of a change.
+    """
+    assert found.listing is not None, "its workers are list-scheduled"
+    anew = with_listing(found, change.profile, split=found.listing.split)
+    try:
+        step_s, before_s = (
+            estimate_listed(plan, change.profile, tied=change.tied).step_s for plan in (anew, found)
+        )
+    except PlanInfeasible:
+        return None
+    return anew if step_s <= before_s * (1 + LEAST_GAIN) else None
+
+
+# ---- Answers to lost or joined nodes: by templates, and by re-routing around the lost ones.
+
+
+def by_templates(change: Change) -> Answer:
+    """Answer with a plan of templates for the live nodes. Raises PlanInfeasible."""
+    profile = change.profile
+    base, why = _base_for_rates(change)
+    found = reconfigure(
+        base,
+        change.live,
+        templates=change.templates,
+        profile=profile,
+        fault_tolerance=change.fault_tolerance,
+        generation=change.generation,
+        judge=change.judge,
+        costs=change.costs,
+    )
+    plan = found.plan.with_rates(change.rates)
+    if plan.rates or change.base.rates:
+        plan = reshared(plan, profile)
+    plan = keep_schedule(plan, profile)
+    if change.shadows:
+        # State that moves for shadows must not delay the next step.
+        plan = with_shadows(
+            plan,
+            profile,
+            fault_tolerance=change.fault_tolerance,
+            held=change.plan.shards,
+            moving=False,
+        )
+    plan = settled(plan, profile)
+    return answer(
+        "templates",
+        replace(found, plan=plan, reason=found.reason + why),
+        estimate_step(plan, profile, tied=change.tied).step_s,
+        change,
+        then=shadows_behind(plan, change),
+    )
+
+
+def _base_for_rates(change: Change) -> tuple[Plan, str]:
+    """Return the base, with the template's cut again for pipelines whose slow workers have
+    recovered; and words about that for the reason."""
+    base = change.base
+    slow = [one.worker for one in base.rates if one.worker.node in change.live]
+    well = [str(worker) for worker in slow if worker not in change.rates]
+    if not well:
+        return base, ""
+    pipelines = [
+        place(change.templates[len(each.nodes)], each.nodes, microbatches=each.microbatches)
+        if len(each.nodes) in change.templates
+        else each
+        for each in base.pipelines
+    ]
+    plan = Plan.of_pipelines(pipelines, generation=base.generation, schedule=base.schedule)
+    if plan.routes == base.routes:
+        return base, ""
+    who = f"{comma_separated(well)} {'is' if len(well) == 1 else 'are'}"
+    return plan, f"; cut as templates are, since {who} slow no more"
+
+
+def by_reroute(change: Change) -> Answer:
+    """Answer with the running plan re-routed around lost workers. Raises PlanInfeasible."""
+    plan, alive = change.plan, frozenset(change.live)
+    gone = sorted(set(plan.nodes) - alive)
+    if not gone:
+        raise PlanInfeasible("no node is lost whose micro-batches could go elsewhere")
+    lost = {worker for worker in plan.workers if worker.node in gone}
+    profile = change.profile
+    ticks = hop_ticks(profile, plan.with_rates(change.rates))
+    routed = reroute(plan, lost, generation=change.generation, ticks=ticks)
+    routed, step_s = scheduled(routed.with_rates(change.rates), situation(change))
+    if listed_routes(routed):
+        prove(routed)
+    found = Reconfiguration(
+        plan=routed,
+        rule="reroute",
+        reason=f"{comma_separated(gone)} lost: others that hold the same layers take the "
+        "micro-batches",
+        # Only templates give layers to nodes that hold none.
+        idle=idle(change, plan),
+    )
+    return answer("reroute", found, step_s, change, then=shadows_behind(routed, change))
+
+
+def least_step_s(change: Change) -> float:
+    """Return the time of the busiest worker's compute in the running plan around lost nodes, below
+    which no schedule of it comes. Raises PlanInfeasible."""
+    plan, alive = change.plan, frozenset(change.live)
+    lost = {worker for worker in plan.workers if worker.node not in alive}
+    ticks = hop_ticks(change.profile, plan.with_rates(change.rates))
+    routed = reroute(plan, lost, generation=change.generation, ticks=ticks)
+    load = Counter[WorkerId]()
+    for route in routed.routes:
+        for hop in route.hops:
+            add_load(load, hop, route.microbatches * ticks(hop))
+    return max(load.values()) / 1e9

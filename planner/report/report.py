@@ -24,12 +24,10 @@ from oobleck.planner.report.drawing import (
     draw_timeline,
     some,
 )
-from oobleck.planner.report.losses import Loss, losses
-from oobleck.planner.report.slow import Slowness, read_rates, slowness
+from oobleck.planner.report.tables import Loss, Slowness, losses, read_rates, slowness
 from oobleck.planner.search.catalogue import Catalogue, Offer
 from oobleck.planner.search.choose import ScheduleChoice, choose_schedule
-from oobleck.planner.search.firstplan import make_first_plan
-from oobleck.planner.search.specification import node_specification
+from oobleck.planner.search.firstplan import make_first_plan, node_specification
 
 #: Planning for more takes too long to be of use.
 MOST_NODES = 1 << 16

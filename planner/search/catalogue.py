@@ -14,11 +14,10 @@ from oobleck.core.plan import PipelineTemplate, Plan
 from oobleck.core.profile import Profile
 from oobleck.core.ties import Ties
 from oobleck.planner.cost.estimate import Replays
-from oobleck.planner.cost.formula import PipelineCost
 from oobleck.planner.cost.kinds import Kind
-from oobleck.planner.cost.stagetable import StageTable
+from oobleck.planner.cost.stages import PipelineCost, StageTable
+from oobleck.planner.search.choose import Costed, Shortlist
 from oobleck.planner.search.instantiate import Instantiation
-from oobleck.planner.search.shortlist import Costed, Shortlist
 from oobleck.planner.search.templates import shortlisted_templates
 
 

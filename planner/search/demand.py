@@ -12,7 +12,7 @@ from fractions import Fraction
 from itertools import islice
 
 from oobleck.core.profile import Links
-from oobleck.planner.cost.formula import PipelineCost, sync_ticks
+from oobleck.planner.cost.stages import PipelineCost, sync_ticks
 from oobleck.planner.search.shares import makespan, share_batch
 
 Costs = Mapping[int, PipelineCost]

@@ -4,7 +4,7 @@ Minimises the estimated step time of Oobleck §4.2: the slowest pipeline's share
 Numbers of pipelines are visited in the order of their lower bounds, until no bound is below the
 best step found. Each is searched for its best sizes (`oobleck.planner.search.sizesearch`). Owns
 that order, and the choice by a judge among candidates near the best. The formulas are in
-`oobleck.planner.cost.formula`.
+`oobleck.planner.cost.stages`.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,7 +16,7 @@ from oobleck.core.ids import Generation, NodeName
 from oobleck.core.plan import Pipeline, PipelineTemplate, Plan, place
 from oobleck.core.profile import Profile
 from oobleck.core.units import are, count
-from oobleck.planner.cost.formula import pipeline_cost
+from oobleck.planner.cost.stages import pipeline_cost
 from oobleck.planner.search.demand import BAND, Costs, Demand, Sizes, worth_judging
 from oobleck.planner.search.sizesearch import EXACT, BestSizes, Floats, SizeSearch
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from oobleck.planner.cost.stagetable import Floats, Integers, StageTable
+from oobleck.planner.cost.stages import Floats, Integers, StageTable
 
 #: Numbers that are added at a time, so that they stay in the cache.
 _BLOCK_NUMBERS = 2**16

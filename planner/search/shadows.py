@@ -6,17 +6,234 @@ with a shadow: it takes part in its layer's gradient sums and updates, which kee
 choice of holders. Must not know how state moves.
 """
 
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import groupby
 
-from oobleck.core.ids import WorkerId
+from oobleck.core.ids import NodeName, WorkerId
 from oobleck.core.plan import Plan
 from oobleck.core.profile import Profile
 from oobleck.core.routes import Hold, ShardTable, runs
 from oobleck.planner.cost.estimate import shadow_bytes, worker_peak_bytes
 from oobleck.planner.cost.listed import listed_bytes
-from oobleck.planner.cost.stagecost import idle_bytes
-from oobleck.planner.search.filling import Gap, whole_layers
+from oobleck.planner.cost.stages import idle_bytes
+
+# ---- Filling of workers with further layers so that enough nodes hold each: within their memory,
+# and evenly.
+#
+# A sweep along the layers and around the workers hands them out. A search follows for tight fits
+# that the sweep misses.
+
+
+#: Workers that the search may try, some 10 ms: an exhaustive search of a dozen layers.
+_EFFORT = 50_000
+#: Most shadows to place for which the search runs.
+_MOST_SEARCHED = 128
+#: Resolution of the largest load, as a part of it.
+_FINENESS = 16
+#: Layers that workers get.
+Given = dict[WorkerId, frozenset[int]]
+#: Consecutive layers that the same nodes lack.
+_Run = Sequence[int]
+
+
+def whole_layers(held: ShardTable, worker: WorkerId) -> frozenset[int]:
+    return frozenset(shard.layer for shard in held.get(worker, ()) if shard.parts == 1)
+
+
+class _Filling:
+    """State of a filling: the layers handed out so far."""
+
+    def __init__(self, gap: "Gap") -> None:
+        self._gap = gap
+        self.bytes: Counter[WorkerId] = Counter(gap.had)
+        self.layers: dict[WorkerId, set[int]] = {}
+        #: Number of nodes that each layer still needs, and the nodes that have it.
+        self.copies = list(gap.copies)
+        self.nodes = [set(have) for have in gap.nodes]
+
+    def give(self, worker: WorkerId, layer: int) -> None:
+        self.bytes[worker] += self._gap.sizes[layer]
+        self.layers.setdefault(worker, set()).add(layer)
+        self.copies[layer] -= 1
+        self.nodes[layer].add(worker.node)
+
+    def take_back(self, worker: WorkerId, layer: int) -> None:
+        self.bytes[worker] -= self._gap.sizes[layer]
+        self.layers[worker].remove(layer)
+        self.copies[layer] += 1
+        self.nodes[layer].remove(worker.node)
+
+    def fits(self, worker: WorkerId, size: int, most: int) -> bool:
+        """Return whether the worker can take so many more bytes, with at most `most` in all."""
+        return self.bytes[worker] + size <= min(most, self._gap.room[worker])
+
+    @property
+    def given(self) -> Given:
+        return {worker: frozenset(own) for worker, own in self.layers.items() if own}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gap:
+    """Gap to fill before a number of nodes can be lost."""
+
+    #: By layer: bytes of a shadow, nodes that hold it, and number of nodes it still needs.
+    sizes: tuple[int, ...]
+    nodes: tuple[frozenset[NodeName], ...]
+    copies: tuple[int, ...]
+    #: Free bytes of workers, in the order in which layers are handed out: neighbours of a pipeline
+    #: are adjacent.
+    room: Mapping[WorkerId, int]
+    #: Bytes of existing shadows, a part of `room`.
+    had: Mapping[WorkerId, int]
+
+    def filled(self, held: ShardTable) -> Given | None:
+        """Fill the gap. Shadows that are `held` stay if possible, and a sweep keeps the largest
+        load of a worker low. Return None where nothing is found."""
+        if any(
+            copies > len({worker.node for worker in self.room} - have)
+            for copies, have in zip(self.copies, self.nodes, strict=True)
+        ):
+            return None
+        for table in (held, {}) if held else ({},):
+            found = self._swept(table) or self._searched(table)
+            if found is not None:
+                return found
+        return None
+
+    def _start(self, held: ShardTable) -> _Filling:
+        """Start with each missing layer where it is `held`, first on the workers that have
+        least."""
+        filling = _Filling(self)
+        having: dict[int, list[WorkerId]] = {}
+        for worker in self.room if held else ():
+            for layer in whole_layers(held, worker):
+                having.setdefault(layer, []).append(worker)
+        for layer in sorted(having):
+            workers = sorted(having[layer], key=lambda worker: (filling.bytes[worker], worker))
+            for worker in workers:
+                if (
+                    filling.copies[layer]
+                    and worker.node not in filling.nodes[layer]
+                    and filling.fits(worker, self.sizes[layer], self.room[worker])
+                ):
+                    filling.give(worker, layer)
+        return filling
+
+    # ---- evenly, by sweeps
+
+    def _swept(self, held: ShardTable) -> Given | None:
+        """Return a filling with about the least load by which a sweep succeeds, to one part in
+        `_FINENESS`; whole runs of layers where that adds little load."""
+        least = -(-self._needed // len(self.room))
+        step = least // _FINENESS + 1
+        low, high = least - 1, least
+        while (found := self._sweep(held, high, whole=False)) is None:
+            if high > self._needed:
+                return None
+            low, high = high, high + step
+            step *= 2
+        while high - low > least // _FINENESS + 1:
+            middle = (low + high) // 2
+            better = self._sweep(held, middle, whole=False)
+            if better is None:
+                low = middle
+            else:
+                found, high = better, middle
+        # A few bytes more are worth fewer holds, and so fewer sums.
+        return self._sweep(held, high + high // _FINENESS, whole=True) or found
+
+    @cached_property
+    def _needed(self) -> int:
+        more = sum(c * size for c, size in zip(self.copies, self.sizes, strict=True))
+        return more + sum(self.had.values())
+
+    def _sweep(self, held: ShardTable, most: int, *, whole: bool) -> Given | None:
+        """Go along the layers and around the workers: each worker without the layer gets layers up
+        to so many bytes, then the next one. Return None if a layer is left over."""
+        filling = self._start(held)
+        for _ in range(max(self.copies)):
+            ring = deque(self.room)
+            left = self._runs(filling, whole=whole)
+            if left:
+                # The neighbour of the first layers' holder begins with them.
+                while ring[0].node not in self.nodes[left[0][0]]:
+                    ring.rotate(-1)
+                while ring[0].node in filling.nodes[left[0][0]]:
+                    ring.rotate(-1)
+            for run in left:
+                if not self._hand_out(filling, run, ring, most):
+                    return None
+        return filling.given
+
+    def _runs(self, filling: _Filling, *, whole: bool) -> list[_Run]:
+        """Return the layers that need a further node: runs of layers that the same nodes have if
+        `whole`, else single ones."""
+        wanted = [layer for layer, copies in enumerate(filling.copies) if copies]
+        if not whole:
+            return [[layer] for layer in wanted]
+        keyed = groupby(
+            enumerate(wanted), lambda each: (each[1] - each[0], sorted(filling.nodes[each[1]]))
+        )
+        return [[layer for _, layer in run] for _, run in keyed]
+
+    def _hand_out(self, filling: _Filling, run: _Run, ring: deque[WorkerId], most: int) -> bool:
+        """Give the run to the first worker of the ring that can take it, which moves to the front.
+        Workers that hold it move to the end; full ones leave the ring."""
+        size = sum(self.sizes[layer] for layer in run)
+        holding: list[WorkerId] = []
+        while ring:
+            worker = ring[0]
+            if worker.node in filling.nodes[run[0]]:
+                holding.append(ring.popleft())
+            elif not filling.fits(worker, size, most):
+                ring.popleft()
+            else:
+                for layer in run:
+                    filling.give(worker, layer)
+                ring.extend(holding)
+                return True
+        return False
+
+    # ---- at all, by a search
+
+    def _searched(self, held: ShardTable) -> Given | None:
+        """Search any placement, biggest layers first, since sweeps can miss tight fits. It is exact
+        for few layers and nodes, and stops where it takes long."""
+        filling = self._start(held)
+        wanted = [layer for layer, copies in enumerate(filling.copies) for _ in range(copies)]
+        if self._needed > sum(self.room.values()) or len(wanted) > _MOST_SEARCHED:
+            return None
+        wanted.sort(key=lambda layer: (-self.sizes[layer], layer))
+        return filling.given if self._place(filling, wanted, 0, [_EFFORT]) else None
+
+    def _place(self, filling: _Filling, wanted: _Run, number: int, effort: list[int]) -> bool:
+        """Place all of `wanted` from `number` on, first where it leaves the least memory; return
+        whether all fit."""
+        if number == len(wanted):
+            return True
+        layer = wanted[number]
+        effort[0] -= len(self.room)
+        tried: set[tuple[NodeName, int]] = set()
+        fitting = sorted(
+            (self.room[worker] - filling.bytes[worker], order, worker)
+            for order, worker in enumerate(self.room)
+            if worker.node not in filling.nodes[layer]
+            and filling.fits(worker, self.sizes[layer], self.room[worker])
+        )
+        for left, _, worker in fitting:
+            if effort[0] < 0:
+                return False
+            if (worker.node, left) in tried:  # like another worker of the node
+                continue
+            tried.add((worker.node, left))
+            filling.give(worker, layer)
+            if self._place(filling, wanted, number + 1, effort):
+                return True
+            filling.take_back(worker, layer)
+        return False
 
 
 def with_shadows(

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from oobleck.core.errors import PlanInfeasible
-from oobleck.planner.cost.formula import PipelineCost
+from oobleck.planner.cost.stages import PipelineCost
 
 
 def share_batch(costs: Sequence[PipelineCost], microbatches: int) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ fine. A sweep (`oobleck.planner.search.partition`) gives each interval a lower b
 and the cut of the bound has a true T. Only intervals that may still hold a better cut for some n
 are divided, down to single times, for which the sweep is exact.
 
-Owns the search. Many cuts have the same T; `oobleck.planner.search.shortlist` chooses which become
+Owns the search. Many cuts have the same T; `oobleck.planner.search.choose` chooses which become
 templates.
 """
 
@@ -19,10 +19,9 @@ from numpy.typing import NDArray
 from oobleck.core.errors import PlanInfeasible
 from oobleck.core.plan import PipelineTemplate, StageTemplate
 from oobleck.core.profile import Profile
-from oobleck.planner.cost.formula import seconds
-from oobleck.planner.cost.stagetable import Floats, Integers, Stages, StageTable
+from oobleck.planner.cost.stages import Floats, Integers, Stages, StageTable, seconds
+from oobleck.planner.search.choose import Costed, Shortlist, equal_cuts, shortlists
 from oobleck.planner.search.partition import Bounds, Sweep, swept_together
-from oobleck.planner.search.shortlist import Costed, Shortlist, equal_cuts, shortlists
 from oobleck.planner.search.trace import Cuts, trace
 
 #: Widest intervals of a level, so that the first bounds are useful.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from oobleck.planner.cost.stagetable import Floats, Integers, Stages, StageTable
+from oobleck.planner.cost.stages import Floats, Integers, Stages, StageTable
 from oobleck.planner.search.partition import Sweep
 
 

@@ -27,7 +27,7 @@ from oobleck.core.instructions import (
 )
 from oobleck.core.plan import Plan
 from oobleck.core.profile import Profile, all_reduce_s, message_s
-from oobleck.planner.cost.stagecost import StageCost, stage_cost
+from oobleck.planner.cost.stages import StageCost, stage_cost
 
 #: Of a vote.
 VOTE_BYTES = 64
@@ -220,5 +220,5 @@ def run_clocked(
     observe: Observer | None = None,
 ) -> Step:
     """Raises AssertionError where the programs wait for ever; see
-    `oobleck.planner.programs.compiler.dryrun` for who waits for what."""
+    `oobleck.planner.programs.compiler.proof` for who waits for what."""
     return Clocked(programs, profile, plan, observe).run()

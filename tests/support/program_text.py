@@ -15,7 +15,7 @@ from oobleck.core.instructions import (
     SyncGradient,
     Vote,
 )
-from oobleck.planner.programs.text import NAMES, format_instruction
+from oobleck.planner.programs.compiler.proof import NAMES, format_instruction
 
 KINDS = {name: kind for kind, name in NAMES.items()}
 ACTION = re.compile(r"(\d+)-(\d+):([A-Z_]+?)(\d+)(\(\d+:\d+/\d+\))?(?:([<>])(.+))?")

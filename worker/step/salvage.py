@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from oobleck.core.ids import WorkerId
 from oobleck.core.plan import Plan
 from oobleck.core.routes import Hold
-from oobleck.planner.programs.compiler.work import Work, spread
+from oobleck.planner.programs.compiler.compile import Work, spread
 
 Bools = NDArray[np.bool_]
 

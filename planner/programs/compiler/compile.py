@@ -7,7 +7,9 @@ with receives in the order of the sends -> with gradient sync, vote and optimize
 know times, nor prove freedom from deadlock: `oobleck.planner.programs.compiler.proof` does.
 """
 
+import heapq
 import math
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -20,10 +22,12 @@ from oobleck.core.instructions import (
     Backward,
     BackwardInput,
     Compute,
+    Content,
     Forward,
     Instruction,
     LayerPart,
     LoadTokens,
+    Message,
     OptimizerStep,
     Program,
     ReceiveActivation,
@@ -39,10 +43,110 @@ from oobleck.core.plan import Plan
 from oobleck.core.routes import Hop, Route
 from oobleck.core.ties import Ties
 from oobleck.planner.programs.compiler.gradients import gradient_buckets, syncs_by_worker
-from oobleck.planner.programs.compiler.links import receives_hoisted
 from oobleck.planner.programs.compiler.schedule import compute_order
-from oobleck.planner.programs.compiler.work import Work
 from oobleck.planner.programs.listing.schedule import planned
+
+# ---- Micro-batches of a step that is partly redone, in place of the plan's shares.
+#
+# After a loss, the gradients of many micro-batches survive. The others are redone, each only as
+# far down as a layer lacks it. Pure data, and the spread of such micro-batches over routes.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """Work of a plan's routes in one step."""
+
+    #: Micro-batches by route, in the order of compute.
+    microbatches: tuple[tuple[int, ...], ...]
+    #: By micro-batch: the lowest layer whose gradient still lacks it, where its backward ends. The
+    #: number of layers means that only its loss is missing.
+    lowest: Mapping[int, int]
+
+
+def spread(microbatches: Sequence[int], plan: Plan) -> tuple[tuple[int, ...], ...]:
+    """Spread `microbatches` over the routes in proportion to their shares of a whole step.
+
+    Each in turn goes to the route that would finish it first, where the shares measure the routes'
+    speeds; ties go by the order of routes. A route's micro-batches are contiguous.
+    """
+    counts = [0] * len(plan.routes)
+    heap = [(1 / route.microbatches, number) for number, route in enumerate(plan.routes)]
+    heapq.heapify(heap)
+    for _ in microbatches:
+        _, number = heap[0]
+        counts[number] += 1
+        share = plan.routes[number].microbatches
+        heapq.heapreplace(heap, ((counts[number] + 1) / share, number))
+    ends = [sum(counts[: number + 1]) for number in range(len(counts))]
+    return tuple(
+        tuple(microbatches[end - count : end]) for count, end in zip(counts, ends, strict=True)
+    )
+
+
+# ---- A lowering pass: every link becomes first-in-first-out, as NCCL needs it.
+#
+# A link is all messages from one worker to another, activations and gradients alike. Where routes
+# share workers, a receiver may need a message before others that were sent earlier. It then
+# receives the earlier ones first, although nothing needs them yet.
+#
+# This causes no deadlock. Let all compute be in an order that each worker follows and in which
+# each piece comes after its inputs, such as by the begins of a schedule. A message is sent right
+# after its compute. A receive that is moved is before a piece C of compute which needs a later
+# message of the link. The piece that sends this later one is before C, and the sender computes
+# the piece of the moved one before that. So each message awaited before C was sent by a piece
+# before C in the order, and by induction that piece has run.
+
+
+#: Receiver and sender.
+_Link = tuple[WorkerId, WorkerId]
+
+
+def receives_hoisted(
+    programs: Mapping[WorkerId, Sequence[Instruction]],
+) -> dict[WorkerId, list[Instruction]]:
+    """Return the programs with receives in the order of the sends of each link. Each receive is as
+    late as possible: before the first instruction that needs it or a message sent after it.
+
+    Receives must be right before the instruction that needs them, and sends right after their
+    compute. All else stays as it is, including a receive without a send (the dry run reports it).
+    """
+    #: By receiver and sender: position of each message among those sent.
+    places: dict[_Link, dict[Content, int]] = defaultdict(dict)
+    for worker, program in programs.items():
+        for step in program:
+            if isinstance(step, SendActivation | SendGradient):
+                link = places[step.peer, worker]
+                link[step.content] = len(link)
+    return {worker: _hoisted(worker, program, places) for worker, program in programs.items()}
+
+
+def _hoisted(
+    worker: WorkerId, program: Sequence[Instruction], places: Mapping[_Link, Mapping[Content, int]]
+) -> list[Instruction]:
+    #: By sender: receives that are not in the result yet.
+    ordered: dict[WorkerId, list[tuple[int, Instruction]]] = defaultdict(list)
+    steps: list[tuple[Instruction, int | None]] = []
+    for step in program:
+        place = None
+        if isinstance(step, ReceiveActivation | ReceiveGradient):
+            place = places.get((worker, step.peer), {}).get(step.content)
+            if place is not None:
+                ordered[step.peer].append((place, step))
+        steps.append((step, place))
+    for own in ordered.values():
+        # The next one to be received is last.
+        own.sort(key=lambda receive: receive[0], reverse=True)
+    found: list[Instruction] = []
+    for step, place in steps:
+        if place is None:
+            found.append(step)
+            continue
+        assert isinstance(step, Message)
+        left = ordered[step.peer]
+        while left and left[-1][0] <= place:
+            found.append(left.pop()[1])
+    return found
+
 
 A = TypeVar("A", bound=Action)
 M = TypeVar("M", ReceiveActivation, SendActivation, ReceiveGradient, SendGradient)

@@ -11,9 +11,13 @@ from oobleck.core.ids import WorkerId
 from oobleck.core.instructions import Instruction, Message, Program
 from oobleck.core.plan import Plan
 from oobleck.core.ties import Ties
-from oobleck.planner.programs.compiler.compile import add_sync, compile_bodies, compile_evaluation
+from oobleck.planner.programs.compiler.compile import (
+    Work,
+    add_sync,
+    compile_bodies,
+    compile_evaluation,
+)
 from oobleck.planner.programs.compiler.gradients import gradient_buckets, syncs_by_worker
-from oobleck.planner.programs.compiler.work import Work
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from oobleck.master.planning.requests import PlanningFailed, PlanReply, PlanRequ
 from oobleck.planner.programs.compiler import compile as compiler
 from oobleck.planner.programs.compiler import proof
 from oobleck.planner.programs.compiler.schedule import Work, compute_order
-from oobleck.planner.recovery import lost, policies
+from oobleck.planner.recovery import policies, worth
 from support.scenario import Player
 from support.trained import node, trained_job
 
@@ -88,7 +88,7 @@ def _as_in_its_own_process(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_loss_is_answered_by_templates_where_another_policy_crashes(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(lost, "reroute", crashes)
+    monkeypatch.setattr(worth, "reroute", crashes)
     told = Player().play(LOSSES.format(options="reroute=1 shadows=0"))
     assert "PlanMade generation 2 at once, merge (node lost)" in told
     assert "reroute failed with AssertionError('memory stuck'); please report it" in told
@@ -99,8 +99,8 @@ def test_a_loss_is_answered_by_templates_where_another_policy_crashes(
 
 @pytest.mark.usefixtures("_as_in_its_own_process")
 def test_a_loss_that_nothing_answers_ends_the_master(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lost, "reroute", crashes)
-    monkeypatch.setattr(lost, "reconfigure", crashes)
+    monkeypatch.setattr(worth, "reroute", crashes)
+    monkeypatch.setattr(worth, "reconfigure", crashes)
     with pytest.raises(RuntimeError, match=r"nothing answers the loss: .*plain failed with Asser"):
         Player().play(LOSSES.format(options="reroute=1 shadows=0"))
 

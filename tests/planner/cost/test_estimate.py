@@ -11,9 +11,8 @@ from oobleck.core.plan import Plan
 from oobleck.core.profile import Links, Profile
 from oobleck.core.schedules import Schedule
 from oobleck.planner.cost.estimate import estimate_step, worker_peak_bytes
-from oobleck.planner.cost.formula import pipeline_cost, seconds
 from oobleck.planner.cost.kinds import pipeline_kinds
-from oobleck.planner.cost.stagetable import StageTable
+from oobleck.planner.cost.stages import StageTable, pipeline_cost, seconds
 from oobleck.planner.programs.compiler.compile import compile_programs
 from oobleck.planner.search.choose import choose_schedule, keep_schedule
 from oobleck.planner.search.templates import generate_templates

@@ -8,8 +8,7 @@ import pytest
 
 from oobleck.core.profile import Links, Profile
 from oobleck.planner.cost.estimate import worker_peak_bytes
-from oobleck.planner.cost.stagecost import stage_cost
-from oobleck.planner.cost.stagetable import StageTable
+from oobleck.planner.cost.stages import StageTable, stage_cost
 from oobleck.planner.profile.sharing import exchange_bytes, sharing_sizes, with_exchanges
 from oobleck.planner.search.choose import with_residents
 from support.plans import plan_of_cuts, worker

@@ -22,10 +22,13 @@ from oobleck.core.instructions import (
     Vote,
 )
 from oobleck.core.plan import Plan
-from oobleck.planner.programs.compiler.compile import compile_evaluation, compile_programs
-from oobleck.planner.programs.compiler.dryrun import dry_run
-from oobleck.planner.programs.compiler.proof import prove
-from oobleck.planner.programs.compiler.work import Work, spread
+from oobleck.planner.programs.compiler.compile import (
+    Work,
+    compile_evaluation,
+    compile_programs,
+    spread,
+)
+from oobleck.planner.programs.compiler.proof import dry_run, prove
 from oobleck.planner.programs.listing.schedule import listed_routes, planned
 from support.plans import plan_of_cuts
 from support.program_text import format_programs, parse_programs

@@ -21,9 +21,8 @@ from oobleck.planner.programs.transfer import plan_transfers
 from oobleck.planner.recovery.answer import Answer, Change
 from oobleck.planner.recovery.policies import answer, answers
 from oobleck.planner.recovery.reconfigure import HORIZON_S, can_lose
-from oobleck.planner.recovery.shadowed import shadowed
 from oobleck.planner.recovery.uneven import candidates
-from oobleck.planner.recovery.worth import CHANGE_S, splitting_weight
+from oobleck.planner.recovery.worth import CHANGE_S, shadowed, splitting_weight
 from oobleck.planner.search.shadows import with_shadows
 from oobleck.planner.search.templates import generate_templates
 from support.plans import plan_of_cuts

@@ -15,8 +15,8 @@ from oobleck.core.profile import Profile
 from oobleck.planner.programs.transfer import plan_transfers
 from oobleck.planner.recovery.reconfigure import Reconfiguration, can_lose, reconfigure
 from oobleck.planner.search.catalogue import Catalogue
+from oobleck.planner.search.firstplan import node_specification
 from oobleck.planner.search.instantiate import instantiate
-from oobleck.planner.search.specification import node_specification
 from oobleck.planner.search.templates import generate_templates
 from support.profiles import profile_of
 

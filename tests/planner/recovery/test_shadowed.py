@@ -14,7 +14,7 @@ from oobleck.planner.recovery.answer import Answer, Change
 from oobleck.planner.recovery.policies import answer, behind
 from oobleck.planner.recovery.reconfigure import can_lose
 from oobleck.planner.recovery.reroute import reroute
-from oobleck.planner.recovery.shadowed import shadowed, shadows_behind
+from oobleck.planner.recovery.worth import shadowed, shadows_behind
 from oobleck.planner.search.templates import generate_templates
 from support.plans import plan_of_cuts, worker
 from support.profiles import profile_of

@@ -16,10 +16,9 @@ from oobleck.planner.cost.listed import estimate_listed
 from oobleck.planner.recovery.answer import Change
 from oobleck.planner.recovery.policies import answer
 from oobleck.planner.recovery.reconfigure import can_lose
-from oobleck.planner.recovery.shadowed import shadowed
 from oobleck.planner.recovery.uneven import candidates
 from oobleck.planner.recovery.uneven.answer import by_rates, uneven
-from oobleck.planner.recovery.worth import Prospect, splitting_weight
+from oobleck.planner.recovery.worth import Prospect, shadowed, splitting_weight
 from oobleck.planner.search.shadows import with_shadows
 from oobleck.planner.search.templates import generate_templates
 from support.plans import plan_of_cuts, plan_of_templates, worker

@@ -17,20 +17,19 @@ from oobleck.core.profile import Profile
 from oobleck.core.schedules import SCHEDULES
 from oobleck.planner.cost.estimate import estimate_step, peak_bytes
 from oobleck.planner.cost.listed import estimate_listed
-from oobleck.planner.cost.stagecost import stage_cost
+from oobleck.planner.cost.stages import stage_cost
 from oobleck.planner.programs.compiler.compile import compile_programs
-from oobleck.planner.programs.compiler.dryrun import dry_run
+from oobleck.planner.programs.compiler.proof import dry_run
 from oobleck.planner.programs.listing.schedule import listed_routes
 from oobleck.planner.recovery.reroute import reroute
-from oobleck.planner.recovery.uneven.around import around
 from oobleck.planner.recovery.uneven.candidates import (
     Situation,
+    around,
     candidates,
     hop_ticks,
     staying_s,
 )
-from oobleck.planner.recovery.uneven.cuts import recut
-from oobleck.planner.recovery.uneven.shares import reshared
+from oobleck.planner.recovery.uneven.cuts import recut, reshared
 from support.plans import plan_of_cuts, worker
 from support.profiles import profile_of
 from support.routes import random_pipelines

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from oobleck.planner.cost.formula import pipeline_cost
+from oobleck.planner.cost.stages import pipeline_cost
 from oobleck.planner.search import catalogue
 from oobleck.planner.search.catalogue import Catalogue
 from oobleck.planner.search.instantiate import Instantiation

@@ -9,13 +9,11 @@ from oobleck.core.ids import Generation, NodeName
 from oobleck.core.plan import Plan, place
 from oobleck.core.profile import Links, Profile
 from oobleck.planner.cost.estimate import estimate_step
-from oobleck.planner.cost.formula import pipeline_cost
-from oobleck.planner.cost.stagetable import StageTable
+from oobleck.planner.cost.stages import StageTable, pipeline_cost
 from oobleck.planner.search.catalogue import Catalogue
 from oobleck.planner.search.choose import choose_schedule
-from oobleck.planner.search.firstplan import FirstPlan, make_first_plan
+from oobleck.planner.search.firstplan import FirstPlan, make_first_plan, node_specification
 from oobleck.planner.search.instantiate import instantiate
-from oobleck.planner.search.specification import node_specification
 from oobleck.planner.search.templates import least_cuts, template_of
 from support.profiles import profile_of
 

@@ -13,8 +13,9 @@ from oobleck.core.errors import PlanInfeasible
 from oobleck.core.ids import Generation, NodeName
 from oobleck.core.profile import Links
 from oobleck.planner.cost.estimate import Replays
-from oobleck.planner.cost.formula import PipelineCost, sync_ticks
+from oobleck.planner.cost.stages import PipelineCost, sync_ticks
 from oobleck.planner.search.catalogue import Offer
+from oobleck.planner.search.choose import Costed
 from oobleck.planner.search.demand import MOST_SIZES, Demand
 from oobleck.planner.search.instantiate import (
     Instantiation,
@@ -27,7 +28,6 @@ from oobleck.planner.search.instantiate import (
     template_costs,
 )
 from oobleck.planner.search.shares import makespan, share_batch
-from oobleck.planner.search.shortlist import Costed
 from oobleck.planner.search.sizesearch import EXACT, SizeSearch
 from oobleck.planner.search.templates import feasible_sizes, generate_templates
 from support.profiles import profile_of, random_profile

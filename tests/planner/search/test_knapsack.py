@@ -5,8 +5,8 @@ import random
 
 import pytest
 
-from oobleck.planner.search import knapsack
-from oobleck.planner.search.knapsack import Kind, select
+from oobleck.planner.search import sizesearch
+from oobleck.planner.search.sizesearch import Kind, select
 
 
 def most_worth(kinds: list[Kind], items: int, size: int) -> int | None:
@@ -48,7 +48,7 @@ def test_selections_are_found_exactly_where_there_are_any(seed: int) -> None:
 
 
 def test_without_room_for_the_table_a_yes_is_true(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(knapsack, "_TABLE_CELLS", 40)
+    monkeypatch.setattr(sizesearch, "_TABLE_CELLS", 40)
     rng = random.Random(0)
     missed = 0
     for _ in range(1500):

@@ -25,9 +25,8 @@ from oobleck.planner.programs.listing.schedule import planned
 from oobleck.planner.recovery.reconfigure import can_lose
 from oobleck.planner.search.catalogue import Catalogue
 from oobleck.planner.search.choose import settled
-from oobleck.planner.search.firstplan import make_first_plan
+from oobleck.planner.search.firstplan import make_first_plan, node_specification
 from oobleck.planner.search.shadows import with_shadows
-from oobleck.planner.search.specification import node_specification
 from support.plans import plan_of_cuts, worker
 from support.profiles import profile_of
 from support.random_rerouted import random_rerouted

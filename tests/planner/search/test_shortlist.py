@@ -9,9 +9,8 @@ import pytest
 from oobleck.core.profile import Links, Profile
 from oobleck.planner.cost.kinds import Kind
 from oobleck.planner.cost.replay import computed_s
-from oobleck.planner.cost.stagecost import stage_cost
-from oobleck.planner.cost.stagetable import StageTable
-from oobleck.planner.search.shortlist import Costed, shortlists
+from oobleck.planner.cost.stages import StageTable, stage_cost
+from oobleck.planner.search.choose import Costed, shortlists
 from oobleck.planner.search.templates import (
     feasible_sizes,
     generate_templates,

@@ -5,7 +5,7 @@ from functools import cache, partial
 import pytest
 
 from oobleck.core.errors import PlanInfeasible
-from oobleck.planner.search.specification import node_specification
+from oobleck.planner.search.firstplan import node_specification
 from support.profiles import profile_of
 
 

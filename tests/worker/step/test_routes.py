@@ -21,8 +21,8 @@ from oobleck.planner.recovery.answer import Change
 from oobleck.planner.recovery.normalise import normalised
 from oobleck.planner.recovery.reconfigure import can_lose
 from oobleck.planner.recovery.rules import Rule
-from oobleck.planner.recovery.shadowed import shadowed
 from oobleck.planner.recovery.uneven.candidates import Situation, candidates
+from oobleck.planner.recovery.worth import shadowed
 from oobleck.planner.search.shadows import with_shadows
 from support import foreign
 from support.director import Director, WarmWorkers, make_plan, worker_named

@@ -20,9 +20,8 @@ from oobleck.core.instructions import (
 )
 from oobleck.core.plan import Plan
 from oobleck.core.schedules import Schedule
-from oobleck.planner.programs.compiler.compile import compile_programs
-from oobleck.planner.programs.compiler.dryrun import dry_run
-from oobleck.planner.programs.compiler.work import spread
+from oobleck.planner.programs.compiler.compile import compile_programs, spread
+from oobleck.planner.programs.compiler.proof import dry_run
 from oobleck.worker.step.salvage import Attempt, Contribution, Salvage, plan_salvage
 from support.plans import plan_of_cuts, worker
 

@@ -25,9 +25,8 @@ from oobleck.planner.programs.compiler.compile import (
     compile_evaluation,
     compile_programs,
 )
-from oobleck.planner.programs.compiler.dryrun import dry_run
 from oobleck.planner.programs.compiler.gradients import BUCKET_BYTES, gradient_buckets
-from oobleck.planner.programs.text import format_instruction
+from oobleck.planner.programs.compiler.proof import dry_run, format_instruction
 from support.plans import plan_of_cuts, worker
 
 

@@ -9,8 +9,7 @@ from oobleck.core.errors import ProgramDeadlock
 from oobleck.core.ids import WorkerId
 from oobleck.core.instructions import Backward, Forward, SendActivation, Share, SyncGradient
 from oobleck.planner.programs.compiler.compile import compile_programs
-from oobleck.planner.programs.compiler.dryrun import dry_run
-from oobleck.planner.programs.text import format_instruction
+from oobleck.planner.programs.compiler.proof import dry_run, format_instruction
 from oobleck.planner.search.templates import generate_templates
 from support.plans import plan_of_cuts, plan_of_templates, worker
 from support.profiles import profile_of, random_profile

@@ -16,8 +16,8 @@ from oobleck.core.instructions import (
     SendGradient,
 )
 from oobleck.core.plan import Plan
-from oobleck.planner.programs.compiler.dryrun import dry_run
-from oobleck.planner.programs.compiler.links import receives_hoisted
+from oobleck.planner.programs.compiler.compile import receives_hoisted
+from oobleck.planner.programs.compiler.proof import dry_run
 from oobleck.planner.programs.listing.schedule import list_schedule
 from support.routes import (
     equal_pipelines,

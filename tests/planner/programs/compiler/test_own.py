@@ -9,10 +9,14 @@ import pytest
 from oobleck.core.ids import WorkerId
 from oobleck.core.instructions import Action, Message
 from oobleck.core.plan import Plan
-from oobleck.planner.programs.compiler.compile import compile_evaluation, compile_programs
+from oobleck.planner.programs.compiler.compile import (
+    Work,
+    compile_evaluation,
+    compile_programs,
+    spread,
+)
 from oobleck.planner.programs.compiler.gradients import BUCKET_BYTES
 from oobleck.planner.programs.compiler.own import OwnProgram, compile_own, compile_own_evaluation
-from oobleck.planner.programs.compiler.work import Work, spread
 from support.routes import equal_pipelines, random_listed, random_pipelines
 
 

@@ -26,7 +26,7 @@ from oobleck.core.schedules import SCHEDULES, Schedule
 from oobleck.planner.programs.compiler import compile as compiler
 from oobleck.planner.programs.compiler import proof
 from oobleck.planner.programs.compiler.compile import add_communication, compile_programs
-from oobleck.planner.programs.compiler.dryrun import dry_run
+from oobleck.planner.programs.compiler.proof import dry_run
 from oobleck.planner.programs.compiler.schedule import Work, compute_order
 from support.plans import plan_of_cuts
 

@@ -11,7 +11,7 @@ from oobleck.core.profile import Links, Profile
 from oobleck.core.schedules import SCHEDULES, Schedule
 from oobleck.planner.cost.estimate import estimate_step, worker_peak_bytes
 from oobleck.planner.programs.compiler.compile import compile_programs
-from oobleck.planner.programs.compiler.dryrun import dry_run
+from oobleck.planner.programs.compiler.proof import dry_run
 from oobleck.planner.programs.compiler.schedule import compute_order, in_flight
 from support.plans import plan_of_cuts, worker
 from support.profiles import profile_of

@@ -11,10 +11,10 @@ from oobleck.core.ids import Generation, NodeName, WorkerId
 from oobleck.core.instructions import Backward, BackwardInput, BackwardWeight, Compute, Forward
 from oobleck.core.plan import Plan
 from oobleck.core.routes import Hold, Hop, HopTicks, Route
-from oobleck.planner.programs.listing.bank import Bank
-from oobleck.planner.programs.listing.bound import least_makespan
+from oobleck.planner.programs.listing.passes import Bank
 from oobleck.planner.programs.listing.schedule import (
     ListSchedule,
+    least_makespan,
     list_schedule,
     listed_routes,
 )
