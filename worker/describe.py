@@ -34,8 +34,7 @@ from oobleck.worker.models.checks.check import SAMPLES, check
 from oobleck.worker.models.checks.describe import describe
 from oobleck.worker.models.tree import map_tensors
 from oobleck.worker.runtime import code
-from oobleck.worker.runtime.errors import JobError, NodeError
-from oobleck.worker.runtime.problem import Problem, as_problem
+from oobleck.worker.runtime.errors import JobError, NodeError, Problem, as_problem
 from oobleck.worker.state import describe_optimizer
 from oobleck.worker.state.layout import check_no_decay
 

@@ -20,7 +20,7 @@ from oobleck.worker.preparation.preparing import Preparing
 from oobleck.worker.profiling.measuring import Measuring
 from oobleck.worker.recovery.forgiven import Forgiven
 from oobleck.worker.recovery.recover import Recovery
-from oobleck.worker.runtime import heap
+from oobleck.worker.runtime import memory
 from oobleck.worker.runtime.code import described
 from oobleck.worker.runtime.control import Control
 from oobleck.worker.runtime.device import take_place
@@ -83,7 +83,7 @@ class Session:
         """Measure as `wish` asks, outside any generation; return the next instruction."""
         self._context.connector.release()
         self._measuring.run(wish, self._entered)
-        heap.give_back()  # or it would count as memory in use before the layers
+        memory.give_back()  # or it would count as memory in use before the layers
         return self._context.control.wait_next(self._entered)
 
     def _enter(self, assign: Assign) -> Assign | Measure:

@@ -21,7 +21,7 @@ from oobleck.worker.models.own import check_code
 from oobleck.worker.profiling.preflight import on_this_node, preflight
 from oobleck.worker.runtime import code
 from oobleck.worker.runtime.control import Control
-from oobleck.worker.runtime.device_clock import clock_of
+from oobleck.worker.runtime.device import clock_of
 from oobleck.worker.runtime.errors import NodeError
 from oobleck.worker.runtime.faults import FaultInjector
 from oobleck.worker.runtime.stopwatch import Stopwatch

@@ -45,7 +45,7 @@ from oobleck.worker.models import registry
 from oobleck.worker.models.compiled import load_compiler
 from oobleck.worker.runtime.code import end_process, mark_in
 from oobleck.worker.runtime.control import Control
-from oobleck.worker.runtime.heap import keep_freed_memory
+from oobleck.worker.runtime.memory import keep_freed_memory
 from oobleck.worker.state import own_optimizer
 
 log = logging.getLogger(__name__)

@@ -90,7 +90,7 @@ def strangers_bytes(used: int, reserved: int, communicator_bytes: int) -> int:
 
 
 #: On a CPU, blocks from this size on are mapped from the kernel and returned one by one. Memory of
-#: smaller blocks stays with the heap (`worker/runtime/heap.py`).
+#: smaller blocks stays with the heap (`worker/runtime/memory.py`).
 MAPPED_BYTES = 4 << 20
 #: Bytes that the heap holds in holes, per byte of one layer's smaller blocks.
 #:  Measured with glibc, whose aligned blocks rarely fit where one of the same size was. In fp32 it

@@ -3,8 +3,8 @@
 from unittest import mock
 
 from oobleck.worker.step.executor import Executor
-from oobleck.worker.transport.links.frame import HEADER, Kind
 from oobleck.worker.transport.links.link import Link, Outgoing
+from oobleck.worker.transport.links.wire import HEADER, Kind
 
 #: The worker of this node does it, once, within this step.
 NODE, STEP = "b", 3

@@ -39,7 +39,7 @@ from oobleck.worker.checkpoint.snapshots import Snapshots
 from oobleck.worker.runtime.records import RecordLog, describe_file
 from oobleck.worker.state.layer_file import pack
 from oobleck.worker.state.layout import layout
-from oobleck.worker.state.usage import Missed
+from oobleck.worker.state.progress import Missed
 
 log = logging.getLogger(__name__)
 

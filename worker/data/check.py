@@ -12,8 +12,7 @@ from torch import Tensor
 from oobleck.worker.data.objective import IGNORED
 from oobleck.worker.data.own import OwnDataset
 from oobleck.worker.data.samples import digest
-from oobleck.worker.runtime.errors import JobError
-from oobleck.worker.runtime.problem import Problem, as_problem
+from oobleck.worker.runtime.errors import JobError, Problem, as_problem
 
 #: Samples to read twice: enough to detect a random choice per sample.
 _READ_TWICE = 16

@@ -23,8 +23,8 @@ from oobleck.host.storage.weight_files import (
 )
 from oobleck.worker.models import own
 from oobleck.worker.models.base import Layer
-from oobleck.worker.models.modes import cached
 from oobleck.worker.models.registry import build_layer, family, tied_parameter
+from oobleck.worker.models.tree import cached
 from oobleck.worker.runtime.errors import JobError, NodeError
 
 #: Types that weights are computed with; what others hold means something only with a scale.

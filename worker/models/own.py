@@ -27,8 +27,7 @@ from oobleck.model import FUNCTION, GENERATOR, Model, drawing, seed_all
 from oobleck.worker.models.base import Layer, RowLosses
 from oobleck.worker.models.compiled import run_compiled
 from oobleck.worker.models.linear import is_hooked, split_linear
-from oobleck.worker.models.modes import cached
-from oobleck.worker.models.tree import Tree, flatten, shown
+from oobleck.worker.models.tree import Tree, cached, flatten, shown
 from oobleck.worker.runtime import code
 from oobleck.worker.runtime.errors import JobError, NodeError
 from oobleck.worker.runtime.random import RowKeys

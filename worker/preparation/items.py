@@ -11,7 +11,7 @@ import msgspec
 import torch
 
 from oobleck.core.ids import Generation
-from oobleck.worker.transport.links.frame import Kind, Label
+from oobleck.worker.transport.links.wire import Kind, Label
 
 #: Size of a frame of numbers; an urgent frame waits for at most one of these.
 FRAME_BYTES = 128 << 10

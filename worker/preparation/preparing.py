@@ -26,12 +26,12 @@ from oobleck.worker.preparation.items import ACKNOWLEDGED, REFUSED, Over
 from oobleck.worker.preparation.sink import Sink
 from oobleck.worker.preparation.source import Source
 from oobleck.worker.state.layout import layer_sizes
-from oobleck.worker.state.usage import Omissions
+from oobleck.worker.state.progress import Omissions
 from oobleck.worker.transport.connect import wiring_of
 from oobleck.worker.transport.linked import LinkTransport
 from oobleck.worker.transport.links.card import Card
-from oobleck.worker.transport.links.frame import Label
 from oobleck.worker.transport.links.link import Incoming
+from oobleck.worker.transport.links.wire import Label
 
 log = logging.getLogger(__name__)
 

@@ -37,11 +37,11 @@ from oobleck.worker.state.layer_state import LayerState
 from oobleck.worker.state.model_state import ModelState
 from oobleck.worker.state.optimizer import update
 from oobleck.worker.state.precision import state_dtype
+from oobleck.worker.state.progress import Omissions
 from oobleck.worker.state.slices import Slice
-from oobleck.worker.state.usage import Omissions
-from oobleck.worker.transport.links.frame import Label, bytes_of
 from oobleck.worker.transport.links.hub import Feeding, Links
 from oobleck.worker.transport.links.link import Incoming
+from oobleck.worker.transport.links.wire import Label, bytes_of
 
 log = logging.getLogger(__name__)
 

@@ -30,11 +30,10 @@ from oobleck.worker.preparation.items import (
 )
 from oobleck.worker.runtime.errors import TransportError
 from oobleck.worker.state.model_state import ModelState
-from oobleck.worker.state.progress import TrainingProgress
-from oobleck.worker.state.usage import NO_OMISSIONS, Omissions
-from oobleck.worker.transport.links.frame import Label, bytes_of
+from oobleck.worker.state.progress import NO_OMISSIONS, Omissions, TrainingProgress
 from oobleck.worker.transport.links.hub import Feeding, Links
 from oobleck.worker.transport.links.link import Outgoing
+from oobleck.worker.transport.links.wire import Label, bytes_of
 
 log = logging.getLogger(__name__)
 

@@ -34,7 +34,7 @@ from oobleck.worker.models.compiled import compiling
 from oobleck.worker.models.own import is_compiled
 from oobleck.worker.models.tree import Tree, map_tensors
 from oobleck.worker.profiling.measure_layers import pass_once
-from oobleck.worker.runtime import heap
+from oobleck.worker.runtime import memory
 from oobleck.worker.runtime.code import Ended, end_process
 from oobleck.worker.runtime.control import Control
 from oobleck.worker.runtime.errors import JobError, NodeError, for_want_of_memory
@@ -132,7 +132,7 @@ def preflight(
         else:
             short = [layer for layer in model.examples if _takes_a_moment(job, layer)]
             tried = len([_try(job, layer, device, workers, None) for layer in short])
-    heap.give_back()  # or it would count as memory in use before the layers
+    memory.give_back()  # or it would count as memory in use before the layers
     seconds = round(time.monotonic() - began, 1)
     fields = {"kinds": tried, "compiled": len(compiled), "seconds": seconds}
     log.info("tried layers", extra=fields)

@@ -29,8 +29,7 @@ from oobleck.worker.runtime.errors import LayersGone, TransportError
 from oobleck.worker.runtime.records import Records
 from oobleck.worker.state.layer_state import LayerState
 from oobleck.worker.state.layout import layer_sizes
-from oobleck.worker.state.progress import Position
-from oobleck.worker.state.usage import Missed, Omissions, parameters_of
+from oobleck.worker.state.progress import Missed, Omissions, Position, parameters_of
 from oobleck.worker.step import vote
 from oobleck.worker.step.commit import commit, make_record
 from oobleck.worker.step.salvage import NO_ATTEMPT, Attempt, Contribution, Salvage, plan_salvage

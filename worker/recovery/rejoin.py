@@ -21,8 +21,7 @@ from oobleck.core.errors import LayerLost
 from oobleck.core.ids import Generation, WorkerId
 from oobleck.core.routes import Shard, ShardTable, require_holders
 from oobleck.worker.runtime.errors import InvariantViolation
-from oobleck.worker.state.progress import Position
-from oobleck.worker.state.usage import Missed
+from oobleck.worker.state.progress import Missed, Position
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """Errors that end a worker's step early. Each is handled in one place: the session loop."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -90,3 +91,25 @@ def of_the_device(error: BaseException) -> bool:
     if isinstance(error, torch.AcceleratorError):
         return whose_fault(error) == "node"
     return for_want_of_memory(error)
+
+
+# ---- Records of faults of a user's model or data set.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    #: One of model, a layer of it, loss, metrics or data.
+    where: str
+    #: Fault and fix.
+    sentence: str
+    #: True if the job may run as it is.
+    warning: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.sentence}"
+
+
+def as_problem(error: Exception) -> Problem:
+    """Return the record of an error whose text begins with its place."""
+    where, _, sentence = str(error).partition(": ")
+    return Problem(where=where, sentence=sentence)

@@ -14,7 +14,7 @@ from typing import Any
 from oobleck.core.ids import Generation
 from oobleck.core.messages import Category, Record, Recorded, Recording, Span
 from oobleck.worker.runtime import pulse
-from oobleck.worker.runtime.device_clock import DeviceClock
+from oobleck.worker.runtime.device import DeviceClock
 
 _OFF: AbstractContextManager[None] = nullcontext()
 

@@ -22,8 +22,8 @@ from oobleck.worker.state.layer_state import LayerState
 from oobleck.worker.state.layout import Layout, Numbers, layout, point_parameters
 from oobleck.worker.state.optimizer import update
 from oobleck.worker.state.precision import state_dtype, weights_dtype
+from oobleck.worker.state.progress import NO_OMISSIONS, Omissions, Parameters, parameters_of
 from oobleck.worker.state.slices import Apart
-from oobleck.worker.state.usage import NO_OMISSIONS, Omissions, Parameters, parameters_of
 
 #: Numbers of a gradient that are copied at a time to compute the norm.
 _NORM_PIECE = 1 << 18

@@ -13,8 +13,7 @@ from oobleck.core.messages import StepRecord
 from oobleck.worker.runtime.errors import JobError
 from oobleck.worker.state.model_state import ModelState
 from oobleck.worker.state.optimizer import clip_scale
-from oobleck.worker.state.progress import TrainingProgress
-from oobleck.worker.state.usage import Omissions, parameters_of
+from oobleck.worker.state.progress import Omissions, TrainingProgress, parameters_of
 from oobleck.worker.step import vote
 
 

@@ -12,9 +12,9 @@ from types import MappingProxyType
 import torch
 
 from oobleck.worker.runtime.errors import TransportError
-from oobleck.worker.transport.links.frame import Kind, Label, bytes_of, pieces
 from oobleck.worker.transport.links.hub import Links
 from oobleck.worker.transport.links.link import Incoming, Outgoing
+from oobleck.worker.transport.links.wire import Kind, Label, bytes_of, pieces
 from oobleck.worker.transport.meeting import Meeting, OnLost, nobody_asks
 from oobleck.worker.transport.sums import LinkSum, SpareBuffers
 from oobleck.worker.transport.transport import Group, Pending

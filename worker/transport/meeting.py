@@ -19,9 +19,9 @@ from oobleck.core.ids import Generation
 from oobleck.worker.runtime.errors import CalledOff, Superseded, TransportError, Unreached
 from oobleck.worker.transport.links import greeting
 from oobleck.worker.transport.links.card import Card
-from oobleck.worker.transport.links.frame import Kind, Label
 from oobleck.worker.transport.links.hub import Links
 from oobleck.worker.transport.links.silence import NO_WAY
+from oobleck.worker.transport.links.wire import Kind, Label
 from oobleck.worker.transport.tree import place_of
 from oobleck.worker.transport.words import Words, entry, words_of_all
 

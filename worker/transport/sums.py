@@ -18,9 +18,9 @@ from functools import partial
 import torch
 
 from oobleck.worker.runtime.errors import TransportError
-from oobleck.worker.transport.links.frame import MOST_BYTES, Kind, Label, bytes_of
 from oobleck.worker.transport.links.hub import Links
 from oobleck.worker.transport.links.link import Incoming, Outgoing, fresh_memory
+from oobleck.worker.transport.links.wire import MOST_BYTES, Kind, Label, bytes_of
 from oobleck.worker.transport.tree import Place, sum_places
 
 #: Least bytes of a chunk: below it, messages cost more than bytes.

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import oobleck.worker.models
 from oobleck.core.job.own import OwnModelSpec
-from oobleck.worker.models import modes, own
+from oobleck.worker.models import own, tree
 from oobleck.worker.models.huggingface.architecture import choose
 from oobleck.worker.models.huggingface.unsplit import handed, take_apart
 from support import causal
@@ -60,7 +60,7 @@ def forget() -> Iterator[None]:
 
 def seen(function: Callable[[], Any]) -> Any:
     with everything():
-        return modes.cached(1)(function)()
+        return tree.cached(1)(function)()
 
 
 def test_within_torch_is_as_at_the_top_of_a_program() -> None:
@@ -78,7 +78,7 @@ def test_within_torch_is_as_at_the_top_of_a_program() -> None:
 def test_what_a_failure_leaves_behind_is_what_was_there() -> None:
     with everything():
         with pytest.raises(ZeroDivisionError):
-            modes.cached(1)(lambda: 1 // 0)()
+            tree.cached(1)(lambda: 1 // 0)()
         assert torch.empty(1).is_meta
 
 

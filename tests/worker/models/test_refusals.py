@@ -9,7 +9,7 @@ import torch
 from oobleck.core.job.file import parse_job
 from oobleck.model import initial
 from oobleck.worker.describe import look_at
-from oobleck.worker.runtime import code, extensions
+from oobleck.worker.runtime import code
 from support import refused_models
 
 JOB = """\
@@ -117,8 +117,8 @@ def test_a_pattern_without_a_parameter_is_found_before_anything_starts() -> None
 def test_a_lock_that_a_killed_compiler_left_ends_the_wait(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(extensions, "STALE_S", 0.1)
-    monkeypatch.setattr(extensions, "_LOOK_S", 0.01)
+    monkeypatch.setattr(code, "STALE_S", 0.1)
+    monkeypatch.setattr(code, "_LOOK_S", 0.01)
     folder = tmp_path / "extension"
     folder.mkdir()
     (folder / "lock").touch()

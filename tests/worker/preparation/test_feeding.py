@@ -21,10 +21,10 @@ from oobleck.worker.preparation.source import Source
 from oobleck.worker.state.layer_state import LayerState
 from oobleck.worker.state.model_state import ModelState
 from oobleck.worker.state.progress import TrainingProgress
-from oobleck.worker.transport.links.frame import Label
 from oobleck.worker.transport.links.hub import Links
 from oobleck.worker.transport.links.link import Incoming, Link
 from oobleck.worker.transport.links.traffic import Traffic
+from oobleck.worker.transport.links.wire import Label
 from support.folders import TEXT
 
 SECRET = b"k" * 32

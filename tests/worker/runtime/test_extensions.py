@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from torch.utils.file_baton import FileBaton
 
-from oobleck.worker.runtime import extensions
+from oobleck.worker.runtime import code
 from oobleck.worker.runtime.errors import NodeError
 
 STALE_S = 0.2
@@ -16,9 +16,9 @@ STALE_S = 0.2
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FileBaton, "wait", FileBaton.wait)  # put back
-    monkeypatch.setattr(extensions, "STALE_S", STALE_S)
-    monkeypatch.setattr(extensions, "_LOOK_S", 0.01)
-    extensions.bound_waits()
+    monkeypatch.setattr(code, "STALE_S", STALE_S)
+    monkeypatch.setattr(code, "_LOOK_S", 0.01)
+    code.bound_waits()
 
 
 def _after(seconds: float, then: object) -> threading.Timer:

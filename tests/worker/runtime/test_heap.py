@@ -9,7 +9,7 @@ import pytest
 _PAGES = 8192  # of 4 KiB in 32 MiB, what is taken and freed at a time
 SCRIPT = """
 import ctypes, resource, sys
-from oobleck.worker.runtime.heap import keep_freed_memory
+from oobleck.worker.runtime.memory import keep_freed_memory
 if sys.argv[1] == "keep":
     assert keep_freed_memory()
 libc = ctypes.CDLL(None)

@@ -11,7 +11,7 @@ from oobleck.core.plan import Plan
 from oobleck.host.timeline import Clock, Track, chrome_trace
 from oobleck.planner.programs.compiler.compile import compile_programs
 from oobleck.worker.runtime import pulse
-from oobleck.worker.runtime.device_clock import DeviceClock
+from oobleck.worker.runtime.device import DeviceClock
 from oobleck.worker.runtime.timeline import Timeline
 from support.director import Director, WarmWorkers, make_plan, worker_named
 

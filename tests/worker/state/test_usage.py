@@ -20,7 +20,7 @@ from oobleck.worker.runtime.errors import JobError
 from oobleck.worker.state import describe_optimizer
 from oobleck.worker.state.model_state import ModelState
 from oobleck.worker.state.optimizer import learning_rate
-from oobleck.worker.state.usage import Omissions, parameters_of
+from oobleck.worker.state.progress import Omissions, parameters_of
 from support.gradient_models import Keyed
 
 CPU = torch.device("cpu")

@@ -14,7 +14,7 @@ import torch
 
 from oobleck.core.job.optimization import OptimizerSpec
 from oobleck.core.job.spec import JobSpec
-from oobleck.worker.models import modes
+from oobleck.worker.models import tree
 from oobleck.worker.models.base import drop, keyed
 from oobleck.worker.runtime.random import RowKeys
 from support import elsewhere, foreign
@@ -35,7 +35,7 @@ def train(job: JobSpec) -> Seen:
     """In the device's process."""
     computing = elsewhere.Computing()
     # The device is a mode of torch, which what is kept for all layers is computed outside of.
-    modes._disable_current_modes = lambda: computing
+    tree._disable_current_modes = lambda: computing
     with computing, training(job, torch.device("elsewhere", 0)) as executor:
         losses = [executor.run_step(step)[0].loss for step in range(1, STEPS)]
         computing.waits.clear()

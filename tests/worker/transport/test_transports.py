@@ -33,9 +33,9 @@ from oobleck.worker.transport.links.card import Card
 from oobleck.worker.transport.links.hub import Links
 from oobleck.worker.transport.meeting import secret_of
 from oobleck.worker.transport.nccl.aborts import Aborts
+from oobleck.worker.transport.nccl.communicator import Name
 from oobleck.worker.transport.nccl.communicators import Communicators
 from oobleck.worker.transport.nccl.group import Identifiers, NcclMaker
-from oobleck.worker.transport.nccl.lines import Name
 from oobleck.worker.transport.nccl.transport import NcclTransport
 from oobleck.worker.transport.staged import StagedTransport
 from oobleck.worker.transport.tell_all import tell_all

@@ -17,7 +17,7 @@ from oobleck.core.job.spec import DataSpec, JobSpec, TrainingSpec
 from oobleck.core.plan import Plan
 from oobleck.worker.runtime.errors import TransportError
 from oobleck.worker.transport.links.card import Card
-from oobleck.worker.transport.links.frame import HEADER, Kind
+from oobleck.worker.transport.links.wire import HEADER, Kind
 from oobleck.worker.transport.meeting import _MEETING, epoch_of
 from oobleck.worker.transport.words import entry
 from support.director import Director, WarmWorkers, make_plan, worker_named

@@ -24,8 +24,7 @@ from oobleck.worker.models import own
 from oobleck.worker.models.checks.rows import same
 from oobleck.worker.models.linear import is_hooked
 from oobleck.worker.runtime import code
-from oobleck.worker.runtime.errors import JobError
-from oobleck.worker.runtime.problem import Problem
+from oobleck.worker.runtime.errors import JobError, Problem
 
 #: Modules of torch.ao with integer weights; its other modules record ranges in each forward.
 _QUANTISED = "torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized", "torch.ao.nn.sparse"

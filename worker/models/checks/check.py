@@ -28,8 +28,7 @@ from oobleck.worker.models.checks.rows import (
 )
 from oobleck.worker.models.tree import Tree, map_tensors, shown, unflatten
 from oobleck.worker.runtime import code
-from oobleck.worker.runtime.errors import JobError
-from oobleck.worker.runtime.problem import Problem, as_problem
+from oobleck.worker.runtime.errors import JobError, Problem, as_problem
 
 #: Rows per batch. The description has shown that layers take any number.
 ROWS = 3

@@ -38,8 +38,7 @@ from oobleck.worker.models.compiled import Compilation, Prepared
 from oobleck.worker.models.linear import is_hooked
 from oobleck.worker.models.tree import flatten, map_tensors, shown, structure, unflatten
 from oobleck.worker.runtime import code
-from oobleck.worker.runtime.errors import JobError
-from oobleck.worker.runtime.problem import Problem
+from oobleck.worker.runtime.errors import JobError, Problem
 
 #: Names and shapes of the parameters of a layer.
 _Shapes = tuple[tuple[str, tuple[int, ...]], ...]

@@ -34,7 +34,7 @@ from oobleck.worker.models.checks.rows import (
 )
 from oobleck.worker.models.checks.runs import LayerFailed, run
 from oobleck.worker.models.tree import Tree, flatten, map_tensors, structure
-from oobleck.worker.runtime.problem import Problem
+from oobleck.worker.runtime.errors import Problem
 
 #: Length of the noise added to a parameter; for a larger one it repeats. It is a prime, so that
 #: rows of a matrix get different noise.

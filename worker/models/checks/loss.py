@@ -20,7 +20,7 @@ from oobleck.worker.models.checks.rows import (
 )
 from oobleck.worker.models.tree import Tree, flatten, map_tensors, unflatten
 from oobleck.worker.runtime import code
-from oobleck.worker.runtime.problem import Problem
+from oobleck.worker.runtime.errors import Problem
 
 
 def check_loss(spec: OwnModelSpec, output: Batches, targets: Batches) -> list[Problem]:

@@ -19,7 +19,7 @@ from transformers.models.auto import modeling_auto
 
 from oobleck.host.command import nearest
 from oobleck.host.system.files import read_regular
-from oobleck.worker.models.modes import cached
+from oobleck.worker.models.tree import cached
 from oobleck.worker.runtime.errors import JobError, NodeError
 
 _MOST_CONFIG_BYTES = 16 << 20

@@ -17,7 +17,7 @@ from transformers.utils.output_capturing import OutputRecorder
 
 from oobleck.worker.models.huggingface.architecture import Architecture, configuration
 from oobleck.worker.models.huggingface.unsplit import take_apart
-from oobleck.worker.models.modes import cached
+from oobleck.worker.models.tree import cached
 from oobleck.worker.runtime.errors import JobError
 
 

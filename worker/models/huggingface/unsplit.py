@@ -25,8 +25,8 @@ from transformers import PreTrainedModel
 
 from oobleck.worker.models.huggingface.architecture import Architecture, configuration, senses
 from oobleck.worker.models.huggingface.handed import Differ, Handed, moved
-from oobleck.worker.models.modes import cached
 from oobleck.worker.models.own import without_draws
+from oobleck.worker.models.tree import cached
 from oobleck.worker.runtime.errors import JobError
 
 #: Tokens of the proof: masks and tables are made alike for any number.

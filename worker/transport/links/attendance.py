@@ -7,7 +7,7 @@ links, nor the meaning of words.
 
 from typing import TypeVar
 
-from oobleck.worker.transport.links.frame import Kind
+from oobleck.worker.transport.links.wire import Kind
 
 T = TypeVar("T")
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from oobleck.worker.transport.links import greeting
 from oobleck.worker.transport.links.card import Card
-from oobleck.worker.transport.links.sealing import Seals
+from oobleck.worker.transport.links.greeting import Seals
 
 #: Time for the kernel of a live host, which accepts a call however busy its processes are.
 DIAL_LIMIT_S = 5.0

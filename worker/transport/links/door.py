@@ -23,9 +23,8 @@ from oobleck.host.ipc import port
 from oobleck.worker.transport.links import greeting
 from oobleck.worker.transport.links.calls import AGAIN_S, FULL, MOST_SERIAL, Calls, Dial, Open
 from oobleck.worker.transport.links.card import Card
-from oobleck.worker.transport.links.greeting import Call
+from oobleck.worker.transport.links.greeting import Call, Seals
 from oobleck.worker.transport.links.link import Link
-from oobleck.worker.transport.links.sealing import Seals
 
 #: Most callers with an incomplete greeting, for each degree of trust.
 MOST_CALLERS = 128

@@ -21,12 +21,11 @@ from oobleck.worker.transport.links.attendance import Attendance
 from oobleck.worker.transport.links.calls import Dial
 from oobleck.worker.transport.links.card import Card
 from oobleck.worker.transport.links.door import Door
-from oobleck.worker.transport.links.frame import Kind, Label
-from oobleck.worker.transport.links.greeting import IDENTITY_BYTES
+from oobleck.worker.transport.links.greeting import IDENTITY_BYTES, Seals
 from oobleck.worker.transport.links.link import MOST_EARLY_BYTES, Incoming, Link, Outgoing
-from oobleck.worker.transport.links.sealing import Seals
 from oobleck.worker.transport.links.traffic import Traffic
 from oobleck.worker.transport.links.watch import Watch
+from oobleck.worker.transport.links.wire import Kind, Label
 
 #: Interval of looking at the clock while callers or calls are under way.
 _TICK_S = 0.05

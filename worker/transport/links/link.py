@@ -21,19 +21,21 @@ from typing import Protocol
 
 import numpy as np
 
-from oobleck.worker.transport.links.frame import (
+from oobleck.worker.transport.links.greeting import Seals
+from oobleck.worker.transport.links.wire import (
     BACKGROUND,
     FEEDING,
     HEADER,
     LEAVING,
     TOLD,
+    ClearWire,
     Kind,
     Label,
+    SealedWire,
+    Wire,
     check_header,
     priority_of,
 )
-from oobleck.worker.transport.links.sealing import Seals
-from oobleck.worker.transport.links.wire import ClearWire, SealedWire, Wire
 
 #: Bytes read at once. Frames no larger are copied out of it, larger ones are read in place.
 _BUFFER_BYTES = 64 << 10

@@ -33,12 +33,18 @@ from oobleck.planner.profile.memory import GROUP_CTAS, LINK_CTAS
 from oobleck.worker.runtime import pulse
 from oobleck.worker.runtime.errors import TransportError
 from oobleck.worker.transport.linked import LinkTransport
-from oobleck.worker.transport.links.frame import Kind, Label
-from oobleck.worker.transport.nccl.communicator import Communicator, Key
+from oobleck.worker.transport.links.wire import Kind, Label
+from oobleck.worker.transport.nccl.aborts import peers_may_fail
+from oobleck.worker.transport.nccl.communicator import (
+    Communicator,
+    Key,
+    Line,
+    Name,
+    key_of,
+    part_of,
+)
 from oobleck.worker.transport.nccl.communicators import Communicators
-from oobleck.worker.transport.nccl.failures import peers_may_fail
 from oobleck.worker.transport.nccl.group import Identifiers, use_device
-from oobleck.worker.transport.nccl.lines import Line, Name, key_of, part_of
 from oobleck.worker.transport.words import Words
 
 log = logging.getLogger(__name__)

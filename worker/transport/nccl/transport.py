@@ -51,11 +51,10 @@ from torch._C._distributed_c10d import Work
 from oobleck.worker.runtime import pulse
 from oobleck.worker.runtime.errors import TransportError
 from oobleck.worker.transport.linked import LinkTransport
-from oobleck.worker.transport.nccl.communicator import Communicator, Key
+from oobleck.worker.transport.nccl.communicator import Communicator, Key, Line, Name, Part, part_of
 from oobleck.worker.transport.nccl.communicators import Communicators
 from oobleck.worker.transport.nccl.connect import LIMIT_S, Connecting
 from oobleck.worker.transport.nccl.group import use_device
-from oobleck.worker.transport.nccl.lines import Line, Name, Part, part_of
 from oobleck.worker.transport.nccl.operation import Arriving, Operation
 from oobleck.worker.transport.transport import Group, Pending, Transport
 

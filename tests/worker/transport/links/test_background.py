@@ -6,8 +6,8 @@ import time
 import pytest
 import torch
 
-from oobleck.worker.transport.links.frame import HEADER, Kind, Label
 from oobleck.worker.transport.links.link import Incoming, Link
+from oobleck.worker.transport.links.wire import HEADER, Kind, Label
 from support.meeting import SECRET, Party
 from support.waiting import until
 

@@ -12,9 +12,9 @@ from oobleck.worker.runtime.errors import TransportError
 from oobleck.worker.transport.linked import LinkTransport
 from oobleck.worker.transport.links import hub
 from oobleck.worker.transport.links.door import Door
-from oobleck.worker.transport.links.frame import Label
 from oobleck.worker.transport.links.hub import Links
 from oobleck.worker.transport.links.link import Incoming
+from oobleck.worker.transport.links.wire import Label
 from support.meeting import SECRET, Party
 from support.waiting import until
 

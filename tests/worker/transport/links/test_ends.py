@@ -12,8 +12,8 @@ import torch
 from oobleck.worker.runtime.errors import CalledOff, InvariantViolation, TransportError
 from oobleck.worker.transport.linked import LinkTransport
 from oobleck.worker.transport.links.attendance import Attendance
-from oobleck.worker.transport.links.frame import HEADER, SIZES, Kind, Label
 from oobleck.worker.transport.links.link import Early, Link
+from oobleck.worker.transport.links.wire import HEADER, SIZES, Kind, Label
 from support.meeting import SECRET, Party
 from support.waiting import PATIENCE_S, until
 

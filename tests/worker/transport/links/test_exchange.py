@@ -10,8 +10,8 @@ from oobleck.core.ids import Generation
 from oobleck.worker.runtime.errors import CalledOff, Superseded, TransportError
 from oobleck.worker.transport import tree
 from oobleck.worker.transport.linked import LinkTransport
-from oobleck.worker.transport.links.frame import Label
 from oobleck.worker.transport.links.link import Link, Outgoing
+from oobleck.worker.transport.links.wire import Label
 from oobleck.worker.transport.tree import place_of, tree_neighbours
 from support.meeting import SECRET, Party
 from support.waiting import until

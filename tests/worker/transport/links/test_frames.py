@@ -19,12 +19,10 @@ from oobleck.worker.runtime.errors import TransportError
 from oobleck.worker.transport.linked import LinkTransport, _key_of
 from oobleck.worker.transport.links import hub
 from oobleck.worker.transport.links.calls import MOST_SERIAL
-from oobleck.worker.transport.links.frame import HEADER, SIZES, Kind, Label
-from oobleck.worker.transport.links.greeting import prove_member
+from oobleck.worker.transport.links.greeting import TAG_BYTES, prove_member
 from oobleck.worker.transport.links.hub import Links
 from oobleck.worker.transport.links.link import Incoming
-from oobleck.worker.transport.links.sealing import TAG_BYTES
-from oobleck.worker.transport.links.wire import PIECE_BYTES, SealedWire
+from oobleck.worker.transport.links.wire import HEADER, PIECE_BYTES, SIZES, Kind, Label, SealedWire
 from oobleck.worker.transport.meeting import _MEETING
 from oobleck.worker.transport.words import Words, entry, joined, parts, words_of_all
 from support.director import Director, WarmWorkers, make_plan

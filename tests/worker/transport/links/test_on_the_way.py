@@ -20,9 +20,8 @@ from oobleck.worker.runtime.errors import TransportError
 from oobleck.worker.transport.linked import LinkTransport
 from oobleck.worker.transport.links import greeting
 from oobleck.worker.transport.links.card import Card
-from oobleck.worker.transport.links.frame import HEADER, Kind, bytes_of
 from oobleck.worker.transport.links.hub import Links
-from oobleck.worker.transport.links.wire import SealedWire
+from oobleck.worker.transport.links.wire import HEADER, Kind, SealedWire, bytes_of
 from oobleck.worker.transport.meeting import epoch_of
 from support import diverted
 from support.director import Director, WarmWorkers, make_plan, worker_named

@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from oobleck.worker.transport.linked import LinkTransport
-from oobleck.worker.transport.links.frame import Kind, Label
 from oobleck.worker.transport.links.greeting import prove_member
 from oobleck.worker.transport.links.hub import Links
 from oobleck.worker.transport.links.link import Early, Incoming
+from oobleck.worker.transport.links.wire import Kind, Label
 from oobleck.worker.transport.meeting import _CARD, _MEETING
 from oobleck.worker.transport.words import entry
 from support.meeting import SECRET, Party

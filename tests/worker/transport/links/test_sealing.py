@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
-from oobleck.worker.transport.links import greeting, sealing
-from oobleck.worker.transport.links.frame import HEADER, MOST_BYTES, Kind, Label
+from oobleck.worker.transport.links import greeting
+from oobleck.worker.transport.links.greeting import KEY_BYTES, TAG_BYTES, Seal, Seals
 from oobleck.worker.transport.links.link import Early, Link
-from oobleck.worker.transport.links.sealing import KEY_BYTES, TAG_BYTES, Seal, Seals
-from oobleck.worker.transport.links.wire import PIECE_BYTES
+from oobleck.worker.transport.links.wire import HEADER, MOST_BYTES, PIECE_BYTES, Kind, Label
 from support.waiting import until
 
 HERE, THERE = b"h" * KEY_BYTES, b"t" * KEY_BYTES
@@ -86,10 +85,10 @@ def test_nothing_opens_behind_a_piece_that_did_not() -> None:
 def test_a_key_is_used_for_so_many_pieces_and_no_number_twice_with_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(sealing, "_PIECES_PER_KEY", 4)
+    monkeypatch.setattr(greeting, "_PIECES_PER_KEY", 4)
     used: list[tuple[bytes, bytes]] = []
 
-    cipher = sealing.AESGCM
+    cipher = greeting.AESGCM
 
     class Watched:
         def __init__(self, key: bytes) -> None:
@@ -102,7 +101,7 @@ def test_a_key_is_used_for_so_many_pieces_and_no_number_twice_with_one(
         def decrypt_into(self, nonce: bytes, *rest: Any) -> int:
             return self._cipher.decrypt_into(nonce, *rest)
 
-    monkeypatch.setattr(sealing, "AESGCM", Watched)
+    monkeypatch.setattr(greeting, "AESGCM", Watched)
     close, open_ = Seal(HERE), Seal(HERE)
     through = [sealed(close, b"%d" % number) for number in range(20)]
     assert len(set(used)) == len(used) == 20
