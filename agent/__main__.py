@@ -2,7 +2,6 @@
 
 import asyncio
 import dataclasses
-import functools
 import logging
 import os
 import signal
@@ -15,7 +14,6 @@ from pathlib import Path
 import click
 
 from oobleck.agent.config import DRAIN_GRACE_S, AgentConfig, passed_on, read_patterns
-from oobleck.agent.connection.code import fetch, give
 from oobleck.agent.connection.enrol import Denied, Holder, choose_way, join, read_join_token
 from oobleck.agent.connection.heads import check_own_address
 from oobleck.agent.connection.outbox import Outbox
@@ -25,6 +23,7 @@ from oobleck.agent.gpus import default_memory, find, versions, watch
 from oobleck.agent.metrics import read_slowly
 from oobleck.agent.processes.pool import new_incarnation
 from oobleck.agent.supervisor import Supervisor
+from oobleck.agent.wheels import WheelCache
 from oobleck.core.codec import decode
 from oobleck.core.ids import NodeName, nearest_name
 from oobleck.core.messages import FaultRule
@@ -80,14 +79,8 @@ async def serve(
     environment = Environment()
     incarnation = new_incarnation(environment)
     outbox = Outbox(incarnation)
-    fetching = functools.partial(fetch, lambda: holder.endpoint)
-    supervisor = Supervisor(
-        config,
-        outbox,
-        environment,
-        fetch=fetching if config.accept_code else None,
-        give=functools.partial(give, lambda: holder.endpoint),
-    )
+    wheels = WheelCache((lambda: holder.endpoint) if config.accept_code else None)
+    supervisor = Supervisor(config, outbox, environment, wheels=wheels)
     examiner = Examiner(config, environment, outbox.examined, holder.folder)
     session = Session(
         config,

@@ -41,10 +41,10 @@ from oobleck.agent.events import (
 )
 from oobleck.agent.health import GpuHealth
 from oobleck.agent.processes.children import How, WarmProcess, WorkerProcess
-from oobleck.agent.processes.code import CodeCache, Fetch, Give, NoCode
 from oobleck.agent.processes.pool import ProcessPool, StartWarmProcess, StartWorker
 from oobleck.agent.reconcile import decide
 from oobleck.agent.state import NodeState
+from oobleck.agent.wheels import WheelCache
 from oobleck.core.ids import Incarnation, JobId
 from oobleck.core.messages import (
     Acknowledged,
@@ -93,13 +93,10 @@ class Supervisor:
         *,
         start_warm: StartWarmProcess = WarmProcess,
         start_worker: StartWorker = WorkerProcess,
-        fetch: Fetch | None = None,
-        give: Give | None = None,
+        wheels: WheelCache | None = None,
     ) -> None:
-        """`start_warm`, `start_worker`: what stands for the processes here. `fetch`: gets code that
-        comes with jobs; None: this node takes none. `give`: gives it back to a master that has
-        lost it."""
-        self._give = give
+        """`start_warm`, `start_worker`: what stands for the processes here. `wheels`: those that
+        jobs bring; None: this node takes none."""
         self._config = config
         #: Where all that the master is to hear is put.
         self._outbox = outbox
@@ -113,7 +110,7 @@ class Supervisor:
             self,
             start_warm=start_warm,
             start_worker=start_worker,
-            code=CodeCache(fetch),
+            wheels=wheels or WheelCache(None),
         )
         self._state = NodeState(
             node=config.name,
@@ -193,14 +190,7 @@ class Supervisor:
 
     def return_code(self, digest: str) -> None:
         """Give the wheel of a job here back to the master."""
-        if self._give is not None:
-            self._tasks.create_task(self._return_code(digest, self._give))
-
-    async def _return_code(self, digest: str, give: Give) -> None:
-        try:
-            await give(await self._pool.code.wheel(digest))
-        except NoCode as error:
-            logger.warning("the job's code is not given back", extra={"reason": error})
+        self._tasks.create_task(self._pool.wheels.give_back(digest))
 
     def acknowledged(self, job_id: JobId, step: int, evaluation: int) -> None:
         """Note which of the job's records the master has on its disk."""

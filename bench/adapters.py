@@ -13,15 +13,14 @@ import statistics
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
 from oobleck.core.job.code import Json
-from oobleck.core.job.families import FAMILIES, Kind
-from oobleck.core.job.model_file import family_model
-from oobleck.core.job.own import OwnModelSpec
+from oobleck.core.job.families import FAMILIES, Kind, encode_config
+from oobleck.core.job.model import ModelSpec, OwnModelSpec
 from oobleck.worker.data.objective import inputs_and_targets, loss
 from oobleck.worker.models import own
 from oobleck.worker.models.initial import initialise_parameters
@@ -67,9 +66,16 @@ class Case:
 def passes(case: Case) -> tuple[Callable[[], None], Callable[[], None]]:
     """Return a forward and backward by the adapter, and one by `causal_lm`."""
     mask = {"mask_token_id": case.words - 1} if case.kind == "bert" else {}
-    family = family_model(case.kind, case.config | mask, sequence_length=case.tokens)
+    kind = FAMILIES[case.kind]
+    config = kind.complete(case.config | mask)
+    family = ModelSpec(
+        kind=case.kind,
+        config=encode_config(config),
+        sequence_length=case.tokens,
+        **asdict(kind.numbers(config)),
+    )
     spec = OwnModelSpec(
-        architecture=FAMILIES[case.kind].architecture,
+        architecture=kind.architecture,
         config=Json(json.dumps(case.config)),
         sequence_length=case.tokens,
     )

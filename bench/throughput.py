@@ -41,8 +41,7 @@ from bench.support.engine import ENDLESS, ROOT, EngineContender, engine, plan_of
 from bench.support.turns import Contender, Turn, saving, speed, take_turns
 from oobleck.cli.jobs.own_model import with_description
 from oobleck.core.job.code import Json
-from oobleck.core.job.model import ModelSpec
-from oobleck.core.job.own import OwnModelSpec
+from oobleck.core.job.model import ModelSpec, OwnModelSpec
 from oobleck.core.job.spec import DataPlane, DataSpec, JobSpec, Precision, TrainingSpec
 from oobleck.core.plan import Plan
 

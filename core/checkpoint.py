@@ -18,8 +18,7 @@ import msgspec
 
 from oobleck.core.codec import decode, encode
 from oobleck.core.ids import check_name
-from oobleck.core.job.model import AnyModel
-from oobleck.core.job.own import OwnModelSpec
+from oobleck.core.job.model import AnyModel, OwnModelSpec
 from oobleck.core.job.spec import CheckpointSpec, JobSpec, Precision, TrainingSpec
 from oobleck.core.redact import redact
 
@@ -113,7 +112,7 @@ class Manifest:
     missed: Mapping[str, int] = field(default_factory=dict)
     #: Ordered by layer.
     files: tuple[LayerFile, ...]
-    #: None: an earlier release saved the checkpoint.
+    #: None: it has none.
     records: RecordsFile | None = None
 
     def __post_init__(self) -> None:

@@ -47,10 +47,10 @@ class Recording(msgspec.Struct, frozen=True, kw_only=True):
     device: tuple[Span, ...] = ()
 
 
-class Rendezvous(msgspec.Struct, frozen=True, kw_only=True, rename={"host": "store"}):
+class Rendezvous(msgspec.Struct, frozen=True, kw_only=True):
     """Meeting point of a generation's workers: the host worker, and a secret of the generation."""
 
-    #: Card of the host worker: IDENTITY@HOST:PORT. Journals have it as `store`.
+    #: Card of the host worker: IDENTITY@HOST:PORT.
     host: str
     #: Unguessable and never reused, so that generations cannot mix.
     prefix: str

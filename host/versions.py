@@ -16,9 +16,7 @@ Differences = Mapping[str, Mapping[str, tuple[str, ...]]]
 #: plan, the order of samples and sums, draws, links and meetings.
 #:
 #: Only workers of one engine train a job together. It increases with any change to these.
-ENGINE = "2"
-#: Engine of an agent that does not report one.
-FIRST_ENGINE = "1"
+ENGINE = "1"
 _MOST_CHARACTERS = 64
 
 
@@ -33,7 +31,7 @@ class Versions(msgspec.Struct, frozen=True, kw_only=True):
     cuda: str = ""
     nccl: str = ""
     driver: str = ""
-    engine: str = FIRST_ENGINE
+    engine: str = ""
 
 
 def installed() -> Versions:

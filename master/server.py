@@ -26,7 +26,7 @@ from oobleck.master.api.connections import Connections
 from oobleck.master.api.interceptor import CallInterceptor, Calls, Shares
 from oobleck.master.api.operator_service import OperatorService
 from oobleck.master.api.pki_service import PkiService
-from oobleck.master.api.transfers import CodeOfJobs
+from oobleck.master.api.wheels import Wheels
 from oobleck.master.config import MasterConfig, Unusable
 from oobleck.master.loop import Master
 from oobleck.master.metrics import Collector
@@ -113,7 +113,7 @@ async def serve(config: MasterConfig, journal: Journal) -> None:
         asyncio.create_task(planner.run()),
         asyncio.create_task(connections.watch(port)),
         asyncio.create_task(tracking.run(own_address(host, port))),
-        asyncio.create_task(CodeOfJobs(master).run()),
+        asyncio.create_task(Wheels(config.code).run(lambda: master.state.jobs.values())),
     ]
     if listening is not None:
         parts = Parts(

@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from oobleck.core.ids import JobId
-from oobleck.core.job.spec import JobSpec
+from oobleck.core.job.spec import JobSpec, Tracker
 from oobleck.host.system.process import with_parent
 from oobleck.master.loop import Master
 from oobleck.master.state.cluster import ClusterState
@@ -36,7 +36,7 @@ _QUICK_S = 10.0
 _MOST_FAILURES = 5
 _TAIL_BYTES = 2048
 
-Copy = tuple[JobId, str]
+Copy = tuple[JobId, Tracker]
 
 
 def wanted(state: ClusterState, finished: Collection[Copy]) -> list[Copy]:
@@ -44,7 +44,7 @@ def wanted(state: ClusterState, finished: Collection[Copy]) -> list[Copy]:
     the newest first. Pure."""
     active = [job for job in state.jobs.values() if job.id == state.active]
     ended = [job for job in reversed(state.jobs.values()) if job.state in ENDED]
-    copies = [(job.id, name) for job in [*active, *ended] for name in job.spec.track]
+    copies: list[Copy] = [(job.id, name) for job in [*active, *ended] for name in job.spec.track]
     return [copy for copy in copies if copy not in finished][:_MOST]
 
 

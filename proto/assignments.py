@@ -44,7 +44,9 @@ def unpack(kind: type[T], data: bytes) -> T:
     except zlib.error as error:
         raise ValueError("the data are not compressed") from error
     if not unpacking.eof or unpacking.unused_data:
-        raise ValueError(f"the data are cut off, go on behind their end, or hold more than {most}")
+        raise ValueError(
+            f"the data are cut off, have bytes after their end, or hold more than {most}"
+        )
     value = decode(kind, text)
     check_bounds(value)
     return value

@@ -8,7 +8,7 @@ from oobleck.host.detection import Detection
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto.checks import in_field
 from oobleck.proto.heads import head_message, head_of
-from oobleck.proto.protocol import NEWEST, OLDEST_MASTER, span
+from oobleck.proto.protocol import NEWEST, OLDEST, span
 from oobleck.proto.types import Head
 
 
@@ -30,20 +30,14 @@ def welcome_message(
 def read_welcome(message: pb.Welcome) -> tuple[Detection, int, Head | None]:
     """Return the time-outs, the protocol that master and agent speak, and the master's head.
 
-    A time-out that an older master does not know has its default, and the head is then None. Raises
-    ValueError where the message is invalid.
+
+    Raises ValueError where the message is invalid.
     """
     told, protocol = message.detection, message.protocol
-    if not OLDEST_MASTER <= protocol <= NEWEST:
-        ours = span(OLDEST_MASTER, NEWEST)
+    if not OLDEST <= protocol <= NEWEST:
+        ours = span(OLDEST, NEWEST)
         raise ValueError(f"protocol: {protocol} was chosen, where this agent speaks {ours}")
-    lacking = {
-        field.name
-        for field in told.DESCRIPTOR.fields
-        if field.has_presence and not told.HasField(field.name)
-    }
-    names = {field.name for field in fields(Detection)} - lacking
-    detection = Detection(**{name: getattr(told, name) for name in names})
+    detection = Detection(**{field.name: getattr(told, field.name) for field in fields(Detection)})
     return detection, protocol, head_of(message)
 
 

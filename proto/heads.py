@@ -29,7 +29,7 @@ def read_head(message: pb.Head) -> Head:
 
 
 def head_of(message: pb.Welcome | pb.Assignment, field: str = "head") -> Head | None:
-    """Return the message's head; None if an older release sent it. Raises ValueError."""
+    """Return the message's head; None if it names none. Raises ValueError."""
     if not message.HasField("head"):
         return None
     with in_field(field):

@@ -5,14 +5,8 @@ messages. Each end sends a range, and both use the newest version that is in bot
 sent only to an end whose version has it; docs/contributing.md has the rules.
 """
 
-#: In version 4 agents send a range and their engine, and examine their hosts for a master. The
-#: oldest, which masters accept of agents, is the newest of the release before.
-OLDEST, NEWEST = 3, 4
-#: Oldest that agents accept of masters: an older one knows no engines, and would let workers of two
-#: train together.
-OLDEST_MASTER = 4
-#: Oldest version whose agents can be asked to examine their hosts.
-EXAMINES = 4
+#: The oldest is at most the newest of the release before this one.
+OLDEST, NEWEST = 1, 1
 
 
 def common(oldest: int, newest: int) -> int | None:

@@ -1,8 +1,8 @@
 """Conversion of an agent's registration and status to messages and back."""
 
-from oobleck.core.ids import check_name
+from oobleck.core.ids import Generation, check_name
 from oobleck.core.units import head
-from oobleck.host.versions import FIRST_ENGINE, Versions
+from oobleck.host.versions import Versions
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto.assignments import assignment_message, read_assignment
 from oobleck.proto.bounds import MOST_SLOTS
@@ -40,7 +40,8 @@ def _read_worker_status(message: pb.WorkerStatus) -> WorkerStatus:
     if message.card:
         read_card(message.card, "card")
     at_least(message.committed_step, -1, "committed_step")
-    return struct_of(WorkerStatus, message)
+    entered = tuple(map(Generation, message.also_entered))
+    return struct_of(WorkerStatus, message, also_entered=entered)
 
 
 def read_status(message: pb.NodeStatus) -> NodeStatus:
@@ -99,13 +100,11 @@ def _read_facts(message: pb.Register, incarnation: str) -> NodeFacts:
         raise ValueError(f"worker_slots: {message.worker_slots} is not in 1..{MOST_SLOTS}")
     one_of(message.device, ("cpu", "cuda"))
     at_least(message.memory_per_worker_bytes, 1, "memory_per_worker_bytes")
-    engine = message.versions.engine or FIRST_ENGINE
     return struct_of(
         NodeFacts,
         message,
         incarnation=read_incarnation(incarnation),
-        versions=struct_of(Versions, message.versions, engine=engine),
-        newest_protocol=message.newest_protocol or message.protocol,
+        versions=struct_of(Versions, message.versions),
     )
 
 
@@ -113,25 +112,25 @@ def read_register(message: pb.Register, incarnation: str) -> Registration:
     """Convert a registration from its message. `incarnation`: that of the enclosing
     AgentMessage.
     """
-    newest = message.newest_protocol or message.protocol
-    spoken = common(message.protocol, newest)
+    oldest, newest = message.protocol, message.newest_protocol
+    spoken = common(oldest, newest)
     with in_field("register"):
         try:
             facts = _read_facts(message, incarnation)
         except ValueError as error:
             if spoken is None and message.node:
                 # An older or newer release, which this one need not understand.
-                told = refusal(check_name(message.node, "node"), message.protocol, newest)
+                told = refusal(check_name(message.node, "node"), oldest, newest)
                 raise ValueError(told) from error
             raise
         if spoken is None:
             # It is refused, and the rest of the message may be unreadable.
-            return Registration(protocol=message.protocol, facts=facts, status=NodeStatus())
+            return Registration(protocol=oldest, facts=facts, status=NodeStatus())
         status = read_status(message.status)
         for worker in status.workers:
             check_slot(worker.slot, facts.worker_slots)
         return Registration(
-            protocol=message.protocol,
+            protocol=oldest,
             facts=facts,
             status=status,
             running=_read_running(message),

@@ -141,7 +141,7 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True):
     status: NodeStatus
     #: Newest assignment with a plan that the node has acted on, without the job.
     running: "Assignment | None" = None
-    #: Head whose assignment it acted on last; None: an older release, or no assignment yet.
+    #: Head whose assignment it acted on last; None: no assignment yet.
     acted_on: Head | None = None
 
 
@@ -198,7 +198,7 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
     save: int = 0
     #: True if the node is drained: an agent that was asked to end may do so.
     drained: bool = False
-    #: Head that issued it; None: a master of the release before.
+    #: Head that issued it; None: it has begun no term.
     head: Head | None = None
 
     @property

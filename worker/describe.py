@@ -24,7 +24,7 @@ from torch import Tensor
 from oobleck.core.job.code import Json
 from oobleck.core.job.description import Description, LayerSketch, read_description
 from oobleck.core.job.file import parse_job
-from oobleck.core.job.own import OwnModelSpec
+from oobleck.core.job.model import OwnModelSpec
 from oobleck.core.job.spec import JobSpec
 from oobleck.host.data.token_file import DataError
 from oobleck.host.ipc.marker import Marker

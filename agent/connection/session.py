@@ -24,7 +24,7 @@ from oobleck.proto import control_pb2 as pb
 from oobleck.proto.assignments import read_assignment
 from oobleck.proto.control_pb2_grpc import ControlStub
 from oobleck.proto.detection import keepalive_options, read_addresses, read_welcome
-from oobleck.proto.protocol import NEWEST, OLDEST_MASTER
+from oobleck.proto.protocol import NEWEST, OLDEST
 from oobleck.proto.secure import open_aio_channel
 from oobleck.proto.status import register_message
 from oobleck.proto.types import Assignment, Head, NodeFacts, Registration, WorkerReport
@@ -122,12 +122,12 @@ class Session:
         #: As the master told; until then those that most masters have.
         self._detection = Detection()
         #: The one that the present session speaks.
-        self._protocol = OLDEST_MASTER
+        self._protocol = OLDEST
         #: The longest wait before the next try.
         self._retry_s = FIRST_RETRY_S
         #: The newest assignment with a plan of the job that is here; see `Registration`.
         self._running: Assignment | None = None
-        #: The head whose assignment was acted on last; None: a master of the release before.
+        #: The head whose assignment was acted on last; None: none was.
         self._acted_on: Head | None = None
         #: Id and text of the job that the last assignment was about.
         self._told_job = "", ""
@@ -167,7 +167,7 @@ class Session:
             except Refused as refusal:
                 if refusal.denied or not (refusal.temporary or self._node.has_workers):
                     return str(refusal)
-                # Training outlives a master that may be the wrong one, or an earlier release.
+                # Training outlives a master that may be the wrong one, or speak another protocol.
                 self._trouble(f"refused for now: {refusal}")
             except SessionEnded as end:
                 self._trouble(str(end))
@@ -282,7 +282,7 @@ class Session:
             newest_protocol=NEWEST,
         )
         registration = Registration(
-            protocol=OLDEST_MASTER,
+            protocol=OLDEST,
             facts=facts,
             status=self._outbox.take_status(),
             running=self._running,

@@ -32,7 +32,7 @@ from oobleck.agent.events import (
     StopWorker,
 )
 from oobleck.agent.processes.children import Listener, WarmProcess, WorkerProcess
-from oobleck.agent.processes.code import CodeCache
+from oobleck.agent.wheels import WheelCache
 from oobleck.core.ids import Incarnation, WorkerId
 from oobleck.core.messages import Ask, Fork, Launch, Save, Stop
 from oobleck.host.system.environment import Environment
@@ -62,7 +62,7 @@ class ProcessPool:
         *,
         start_warm: StartWarmProcess,
         start_worker: StartWorker,
-        code: CodeCache,
+        wheels: WheelCache,
     ) -> None:
         #: None: it has ended, or was never started.
         self.warm: WarmProcess | None = None
@@ -76,7 +76,7 @@ class ProcessPool:
         self._config = config
         self._environment = environment
         self._listener = listener
-        self.code = code
+        self.wheels = wheels
         #: What stands for the processes here.
         self._start_warm = start_warm
         self._start_worker = start_worker
@@ -196,7 +196,7 @@ class ProcessPool:
                     await freed.wait()
             # Whoever comes after this one has waited long enough, too.
             self._freeing = {slot: it for slot, it in self._freeing.items() if it[1] is not freed}
-        return launch if launch.job.code is None else await self.code.complete(launch)
+        return launch if launch.job.code is None else await self.wheels.complete(launch)
 
     def _kill(self, incarnation: Incarnation, what: str, reason: str) -> None:
         process = self.processes[incarnation]

@@ -6,6 +6,7 @@ from oobleck.core.ids import Generation, Incarnation, JobId, NodeName
 from oobleck.core.job.spec import JobSpec
 from oobleck.core.messages import Rendezvous
 from oobleck.core.profile import Profile
+from oobleck.host.versions import ENGINE
 from oobleck.master.events.jobs import PlanMade, ProfileChosen
 from oobleck.master.planning import client
 from oobleck.master.planning.solve import AtOnce
@@ -70,5 +71,6 @@ def planned_job(
         can_lose=can_lose(plan),
         worker_slots=nodes[0].facts.worker_slots,
         detect_s=0.0,
+        engine=ENGINE,
     )
     return ClusterState(nodes={one.facts.node: one for one in nodes}, jobs={job_id: job}), job

@@ -86,7 +86,7 @@ def _layers(job: "JobSpec") -> list[dict[str, Any]]:
 
     Empty for other models, and if its layers are unknown.
     """
-    from oobleck.core.job.own import OwnModelSpec
+    from oobleck.core.job.model import OwnModelSpec
 
     model = job.model
     if not isinstance(model, OwnModelSpec) or not model.known:

@@ -98,8 +98,7 @@ def _formed(
 
 def with_absolute_paths(job: "JobSpec", base: Path) -> "JobSpec":
     """Return the job with absolute paths, because workers run in other folders."""
-    from oobleck.core.job.model import ModelSpec
-    from oobleck.core.job.own import OwnModelSpec
+    from oobleck.core.job.model import ModelSpec, OwnModelSpec
 
     def absolute(path: str | None) -> str | None:
         return None if path is None else str(base / os.path.expanduser(path))

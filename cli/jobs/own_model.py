@@ -41,7 +41,7 @@ def code_folder(
     That is `path`, or the job file's folder `base` if the module is there. None: it is installed,
     or it is in the job's wheel (`carried`).
     """
-    from oobleck.core.job.wheel import is_carried
+    from oobleck.host.wheel import is_carried
 
     if python is None or is_carried(python, path, carried):
         return None
@@ -83,7 +83,7 @@ class Found:
 def look_at(job: "JobSpec", *, always: bool = False) -> Found:
     """Check the user's code of a job. `always`: run the model for real, however large it is."""
     from oobleck.core.job.file import format_job
-    from oobleck.core.job.own import OwnModelSpec
+    from oobleck.core.job.model import OwnModelSpec
 
     own, optimizer = isinstance(job.model, OwnModelSpec), job.training.optimizer
     if not own and optimizer.code is None and not optimizer.no_decay:
@@ -129,7 +129,7 @@ def with_description(job: "JobSpec") -> "JobSpec":
 
     Print problems; raise CommandFailed with the last one.
     """
-    from oobleck.core.job.own import OwnModelSpec
+    from oobleck.core.job.model import OwnModelSpec
 
     found = look_at(job)
     for problem in found.problems:
@@ -157,7 +157,7 @@ def refuse(problems: Sequence[Problem]) -> None:
 def _given(job: "JobSpec", descriptions: Mapping[str, str]) -> "JobSpec":
     """Return the job with these descriptions of the user's parts. Raise ValueError."""
     from oobleck.core.job.code import Json
-    from oobleck.core.job.own import OwnModelSpec
+    from oobleck.core.job.model import OwnModelSpec
 
     model, training = job.model, job.training
     if isinstance(model, OwnModelSpec) and "model" in descriptions:

@@ -17,10 +17,9 @@ if TYPE_CHECKING:
 
 
 def read_wheel(path: str) -> "Wheel":
-    """Read a wheel. Raise CommandFailed with the fix."""
-    from oobleck.core.job.wheel import MOST_WHEEL_BYTES
+    """Read and check a wheel. Raise CommandFailed with the fix."""
     from oobleck.host.system.files import read_regular
-    from oobleck.host.wheel import Wheel
+    from oobleck.host.wheel import MOST_WHEEL_BYTES, Wheel
 
     try:
         return Wheel(read_regular(path, MOST_WHEEL_BYTES))
@@ -34,7 +33,7 @@ def read_wheel(path: str) -> "Wheel":
 @contextmanager
 def unpacked(job: "JobSpec") -> Iterator["JobSpec"]:
     """Yield the job for this machine, with its wheel unpacked during the block."""
-    from oobleck.core.job.wheel import unpacked_in
+    from oobleck.host.wheel import unpacked_in
 
     if job.code is None:
         yield job
@@ -55,7 +54,7 @@ def unpacked(job: "JobSpec") -> Iterator["JobSpec"]:
 def sent_text(connection: "MasterClient", job: "JobSpec") -> str:
     """Return the job's text for the master, after sending its wheel. Raise CommandFailed."""
     from oobleck.core.job.file import format_job
-    from oobleck.core.job.wheel import stored_as
+    from oobleck.host.wheel import stored_as
 
     if job.code is not None:
         wheel = read_wheel(job.code)

@@ -1,14 +1,22 @@
-"""Checks of a job's paths and numbers, with errors that begin with the key."""
+"""Limits of a job's numbers, as types; and checks of its paths, whose errors begin with the key."""
 
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable
+from typing import Annotated
 from unicodedata import category
+
+from msgspec import Meta
 
 from oobleck.core.redact import redact
 
-#: Characters of a path, so that it still fits into one wire field with a checkpoint's name
-#: appended.
+#: The largest number that fits into messages. Other limits are far above any use, but low enough
+#: that a slip of the keyboard keeps neither the master nor the workers busy for hours.
+MOST = (1 << 63) - 1
+Count = Annotated[int, Meta(ge=1, le=MOST)]
+NotNegative = Annotated[int, Meta(ge=0, le=MOST)]
+Amount = Annotated[float, Meta(ge=0)]
+Part = Annotated[float, Meta(ge=0, lt=1)]
+#: Of a path, so that a checkpoint's name behind it still fits into a line of the wire.
 MOST_PATH = 900
 #: Unicode categories that no path has on purpose: controls, invisible marks, bytes that are no
 #: text. The two joiners below are allowed: some scripts need them to join letters.
@@ -44,38 +52,3 @@ def check_paths(name: str, places: Iterable[str | None]) -> None:
             check_place(name, place, "a path")
             if why := url_refusal(place):
                 raise ValueError(f"{name}: {why}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """Limits of one number of a job; None means no limit.
-
-    The largest are far above any use, and within what planning and the commit vote handle in a
-    moment. A typing error must not keep the master or every worker busy for hours.
-    """
-
-    at_least: float | None = None
-    at_most: float | None = None
-    #: Exclusive limits. A value with only such a limit is refused by its owner, in its own words.
-    above: float | None = None
-    below: float | None = None
-
-
-#: At least 0 and less than 1.
-PART = Limits(at_least=0, below=1)
-
-
-def check_limits(owner: object, limits: Mapping[str, Limits]) -> None:
-    """Check that each field is within its limits; raises ValueError for the first that is not."""
-    for name, of in limits.items():
-        value = getattr(owner, name)
-        if value is None:
-            continue
-        if of.at_least is not None and of.below is not None:
-            if not of.at_least <= value < of.below:
-                raise ValueError(f"{name}: {value} is not in [{of.at_least:g}, {of.below:g})")
-            continue
-        if of.at_least is not None and not value >= of.at_least:
-            raise ValueError(f"{name}: {value} is too small; it must be at least {of.at_least}")
-        if of.at_most is not None and value > of.at_most:
-            raise ValueError(f"{name}: {value} is too large; it must be at most {of.at_most}")

@@ -7,10 +7,12 @@ Owns how such code is named, and which names are refused on every node. Loads no
 import re
 import sys
 from dataclasses import dataclass
-from typing import NewType
+from typing import Annotated, NewType
 
-#: Mapping of the job file, kept as its JSON text.
-Json = NewType("Json", str)
+from msgspec import Meta
+
+#: A mapping of the job file, kept as the JSON text of it.
+Json = NewType("Json", Annotated[str, Meta(extra={"mapping": True})])
 
 NO_ARGUMENTS = Json("{}")
 #: Description of user code that was not examined yet.

@@ -1,16 +1,22 @@
-"""YAML (or JSON) text as a tree of values that know their place."""
+"""A YAML (or JSON) text as a tree of plain values, and the line of each.
+
+Owns syntax: line numbers, duplicate keys, plain scalars, `key.path=value` overrides. Must not know
+what the keys mean; `oobleck.core.job.file` does.
+"""
 
 import json
 import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
+from typing import Any
 
 import yaml
 
 from oobleck.core.errors import InvalidJob
 
 Scalar = str | int | float | bool | None
+#: Keys of mappings and numbers of items, from the root.
+Path = tuple[str | int, ...]
 
 _INTEGER = re.compile(r"[-+]?[0-9][0-9_]*")
 _NUMBER = re.compile(r"[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9_]*)?)([eE][-+]?[0-9]+)?")
@@ -26,41 +32,67 @@ _MERGE = "tag:yaml.org,2002:merge"
 _SHOWN = 60
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Value:
-    """Value and its place, such as `job.yaml:7` or `--set training.steps=5`."""
+@dataclass(slots=True)
+class Document:
+    """Tree of dicts, lists and scalars, and where each of them stands."""
 
-    place: str
-    content: "Scalar | tuple[Value, ...] | Mapping[str, KeyValue]"
+    tree: Any = None
+    #: Such as `job.yaml:7` or `--set training.steps=5`, by path.
+    places: dict[Path, str] = field(default_factory=dict)
 
-    def describe(self) -> str:
-        """Return the value as an error message names it."""
-        match self.content:
-            case None:
-                return "empty"
-            case bool(flag):
-                return str(flag).lower()
-            case str(text):
-                short = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
-                return f"the text {json.dumps(short, ensure_ascii=False)}"
-            case int() | float():
-                return str(self.content)
-            case tuple():
-                return "a list"
-            case _:
-                return "a mapping"
+    def place(self, path: Path) -> str:
+        """Return the place of a value, or else of the nearest one around it."""
+        while path and path not in self.places:
+            path = path[:-1]
+        return self.places[path]
+
+    def override(self, text: str) -> None:
+        """Replace a value, as `key.path=value` (YAML) says; mappings on the way are made where
+        they are missing. Raises InvalidJob."""
+        path, equals, value = text.partition("=")
+        keys = tuple(part.strip() for part in path.split("."))
+        place = f"--set {text}"
+        if not equals or not all(keys):
+            raise InvalidJob(f"{place}: write it as key.path=value, such as training.steps=100")
+        try:
+            content = read_document(value, place).tree if value.strip() else None
+        except InvalidJob as error:  # an override has no lines
+            raise InvalidJob(str(error).replace(f"{place}:1:", f"{place}:")) from error
+        below = self.tree
+        for depth, key in enumerate(keys):
+            if not isinstance(below, dict):
+                raise InvalidJob(f"{place}: there are no keys below {describe(below)}")
+            if depth == len(keys) - 1:
+                below[key] = content
+            elif below.get(key) is None:
+                below[key] = {}
+                self.places[keys[: depth + 1]] = place
+            below = below[key]
+        for old in [path for path in self.places if path[: len(keys)] == keys]:
+            del self.places[old]
+        self.places[keys] = place
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KeyValue:
-    """Entry `key: value` of a mapping; `place` is the key's."""
+def describe(content: object) -> str:
+    """Return a value as an error message names it."""
+    match content:
+        case None:
+            return "empty"
+        case bool(flag):
+            return str(flag).lower()
+        case str(text):
+            short = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+            return f"the text {json.dumps(short, ensure_ascii=False)}"
+        case int() | float():
+            return str(content)
+        case list():
+            return "a list"
+        case _:
+            return "a mapping"
 
-    place: str
-    value: Value
 
-
-def read_document(text: str, source: str) -> Value:
-    """Parse `text` into a tree; raises InvalidJob with the line on bad syntax or a repeated key."""
+def read_document(text: str, source: str) -> Document:
+    """Read a text; raises InvalidJob with the line on bad syntax or a repeated key."""
     try:
         node = yaml.compose(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
@@ -74,7 +106,9 @@ def read_document(text: str, source: str) -> Value:
         raise InvalidJob(f"{source}: not valid YAML: {reason}") from error
     if node is None:
         raise InvalidJob(f"{source}: it is empty; a job needs at least name, model, data, training")
-    return _Reader(source).convert(node)
+    found = Document()
+    found.tree = _Reader(source, found.places).convert(node, ())
+    return found
 
 
 class _NoJob(yaml.MarkedYAMLError):
@@ -100,82 +134,34 @@ class _Loader(yaml.SafeLoader):
         return node
 
 
-def read_override(text: str) -> tuple[tuple[str, ...], Value]:
-    """Parse `key.path=value` into its path and its value (YAML)."""
-    path, equals, value = text.partition("=")
-    keys = tuple(part.strip() for part in path.split("."))
-    place = f"--set {text}"
-    if not equals or not all(keys):
-        raise InvalidJob(f"{place}: write it as key.path=value, such as training.steps=100")
-    if not value.strip():
-        return keys, Value(place=place, content=None)
-    try:
-        return keys, _at_place(read_document(value, place), place)
-    except InvalidJob as error:  # an override has no lines
-        raise InvalidJob(str(error).replace(f"{place}:1:", f"{place}:")) from error
-
-
-def override(root: Value, keys: tuple[str, ...], value: Value) -> Value:
-    """Return `root` with the entry at `keys` replaced; missing mappings on the path are created."""
-    if not keys:
-        return value
-    if not isinstance(root.content, Mapping):
-        if root.content is not None:
-            raise InvalidJob(f"{value.place}: there are no keys below {root.describe()}")
-        root = Value(place=value.place, content={})
-    assert isinstance(root.content, Mapping)
-    entry = root.content.get(keys[0])
-    below = entry.value if entry else Value(place=value.place, content=None)
-    changed = KeyValue(place=value.place, value=override(below, keys[1:], value))
-    return replace(root, content={**root.content, keys[0]: changed})
-
-
-def _at_place(value: Value, place: str) -> Value:
-    match value.content:
-        case tuple(items):
-            return Value(place=place, content=tuple(_at_place(item, place) for item in items))
-        case Mapping():
-            entries = {
-                key: KeyValue(place=place, value=_at_place(entry.value, place))
-                for key, entry in value.content.items()
-            }
-            return Value(place=place, content=entries)
-        case _:
-            return replace(value, place=place)
-
-
 class _Reader:
     """Converter of YAML nodes to values. It counts values and depth itself, since aliases can
     multiply nodes, nest deeply and refer to their own parents."""
 
-    def __init__(self, source: str) -> None:
+    def __init__(self, source: str, places: dict[Path, str]) -> None:
         self._source = source
+        self._places = places
         self._count = 0
-        self._depth = 0
 
     def _place(self, node: yaml.Node) -> str:
         return f"{self._source}:{node.start_mark.line + 1}"
 
-    def convert(self, node: yaml.Node) -> Value:
+    def convert(self, node: yaml.Node, path: Path) -> Any:
         self._count += 1
         place = self._place(node)
         if self._count > _MAX_NODES:
             raise InvalidJob(f"{place}: too many values for a job")
-        if self._depth >= _MAX_DEPTH:
+        if len(path) >= _MAX_DEPTH:
             raise InvalidJob(f"{place}: nested too deeply for a job")
-        self._depth += 1
-        content: Scalar | tuple[Value, ...] | Mapping[str, KeyValue]
+        self._places.setdefault(path, place)  # that of its key, where it has one
         if isinstance(node, yaml.SequenceNode):
-            content = tuple(self.convert(item) for item in node.value)
-        elif isinstance(node, yaml.MappingNode):
-            content = self._mapping(node)
-        else:
-            content = _scalar(node, place)
-        self._depth -= 1
-        return Value(place=place, content=content)
+            return [self.convert(item, (*path, n)) for n, item in enumerate(node.value)]
+        if isinstance(node, yaml.MappingNode):
+            return self._mapping(node, path)
+        return _scalar(node, place)
 
-    def _mapping(self, node: yaml.MappingNode) -> Mapping[str, KeyValue]:
-        entries: dict[str, KeyValue] = {}
+    def _mapping(self, node: yaml.MappingNode, path: Path) -> dict[str, Any]:
+        entries: dict[str, Any] = {}
         for key_node, value_node in node.value:
             place = self._place(key_node)
             if not isinstance(key_node, yaml.ScalarNode):
@@ -186,19 +172,20 @@ class _Reader:
                     f"{place}: job files merge no mappings; write the keys out in place of '<<', "
                     "or change single ones by --set"
                 )
+            below = (*path, key)
             if key in entries:
                 raise InvalidJob(
                     f"{place}: key {key!r} is given a second time "
-                    f"(first at {entries[key].place}); remove one"
+                    f"(first at {self._places[below]}); remove one"
                 )
-            entries[key] = KeyValue(place=place, value=self.convert(value_node))
+            self._places[below] = place
+            entries[key] = self.convert(value_node, below)
         return entries
 
 
 def _scalar(node: yaml.Node, place: str) -> Scalar:
-    """Return the value of a scalar. Unlike in YAML 1.1, `3e-4` is a number, and 010 and 1:30 are
-    kept as written.
-    """
+    """Return the value of a scalar. Unlike in YAML 1.1, `3e-4` is a number, and 010 and 1:30 are as
+    they read."""
     text = str(node.value)
     plain = isinstance(node, yaml.ScalarNode) and node.style is None
     if plain and _INTEGER.fullmatch(text):

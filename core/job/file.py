@@ -1,26 +1,26 @@
 """The job file: YAML or JSON text to a JobSpec and back.
 
-Owns the file's keys and their checks against the types of `oobleck.core.job.spec`. Every error
-is one line with the place and the fix. Paths are kept as written; the reader of the file knows what
-they are relative to.
+Owns the file's keys, and what is said of a wrong one: msgspec reads the types of
+`oobleck.core.job.spec` with their limits, and its errors become one line with the place and the
+fix. Paths are kept as they stand; whoever reads the file knows what they are relative to.
 """
 
 import dataclasses
 import difflib
 import json
-import types
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from functools import cache
+from typing import Any, TypeVar, cast
 
 import msgspec
+from msgspec import inspect
 
 from oobleck.core.errors import InvalidJob
-from oobleck.core.ids import check_name
-from oobleck.core.job.code import Json
-from oobleck.core.job.document import Value, override, read_document, read_override
-from oobleck.core.job.model import AnyModel, ModelSpec
-from oobleck.core.job.model_file import ReadText, expand_model, plain
-from oobleck.core.job.own import OWN_KEYS, OwnModelSpec
+from oobleck.core.job.checks import MOST
+from oobleck.core.job.document import Document, Path, describe, read_document
+from oobleck.core.job.model import OWN_KEYS, ModelSpec, OwnModelSpec
+from oobleck.core.job.model_file import ReadText, expand_model
 from oobleck.core.job.spec import JobSpec
 from oobleck.core.units import parse_bytes
 
@@ -28,7 +28,10 @@ T = TypeVar("T")
 
 #: Keys of byte counts: the file's name has no unit, since the value may carry one.
 FILE_KEYS = {"memory_per_worker_bytes": "memory_per_worker"}
-_KINDS = {int: "an integer", float: "a number", str: "a text", bool: "true or false"}
+_MAPPING = "a mapping (key: value lines)"
+#: A step of the path in msgspec's errors.
+_STEP = re.compile(r"\.(\w+)|\[(\d+)\]")
+_LACKING = re.compile(r"Object missing required field `(\w+)`")
 
 
 def parse_job(
@@ -38,26 +41,28 @@ def parse_job(
     source: str = "job file",
     read: ReadText | None = None,
 ) -> JobSpec:
-    """Parse a job; raises InvalidJob.
+    """Return the job that `text` describes; raises InvalidJob.
 
     `overrides` are `key.path=value`, applied in order before the checks. `source` precedes the line
     numbers in messages. `read` returns the text of a file that the job names, such as a model's
     config.json; without it such a job is refused.
     """
-    root = read_document(text, source)
-    _mapping_of(root, "the job")
+    file = read_document(text, source)
     for entry in overrides:
-        keys, value = read_override(entry)
-        root = override(root, keys, value)
-    job = _build(JobSpec, expand_model(root, read), "")
+        file.override(entry)
+    expand_model(file, read)
+    job = _read(JobSpec, file, file.tree, ())
     if job.checkpoint is not None and (why := job.checkpoint.why_untold()):
-        raise InvalidJob(f"checkpoint.path: {why}; name another place")
+        place = file.place(("checkpoint", "path"))
+        raise InvalidJob(f"{place}: checkpoint.path: {why}; name another place")
     return job
 
 
 def format_job(job: JobSpec, *, defaults: bool = True) -> str:
-    """Return `job` as normalised JSON that `parse_job` reads back equal. Every key is written, or
-    with `defaults` False only the keys that differ, since another release may not know the others.
+    """Return `job` as normalised JSON that `parse_job` reads back equal.
+
+    `defaults`: with every key written out; else without those that are as by default, which another
+    release may not know.
     """
     tree = msgspec.to_builtins(job)
     if not defaults:
@@ -87,51 +92,195 @@ def _without_defaults(value: Any, tree: dict[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def _mapping_of(value: Value, what: str) -> Mapping[str, Any]:
-    if not isinstance(value.content, Mapping):
-        raise InvalidJob(
-            f"{value.place}: {what} must be a mapping (key: value lines), not {value.describe()}"
-        )
-    return value.content
+@cache
+def fields_of(kind: type) -> Mapping[str, inspect.Field]:
+    """Return the fields of a section by their keys in the file."""
+    found = cast(inspect.DataclassType, inspect.type_info(kind)).fields
+    return {FILE_KEYS.get(field.name, field.name): field for field in found}
 
 
-def _build(kind: type[T], value: Value, path: str) -> T:
-    """Build a dataclass from a mapping with the same keys."""
-    entries = _mapping_of(value, path or "the job")
-    hints = get_type_hints(kind)
-    fields = {
-        FILE_KEYS.get(field.name, field.name): field
-        for field in dataclasses.fields(kind)  # type: ignore[arg-type]  # only dataclasses come in
-    }
-    where = f" in {path}" if path else ""
-    arguments: dict[str, Any] = {}
-    for key, entry in entries.items():
-        if key not in fields:
-            hint = _hint(key, kind, fields, path)
-            raise InvalidJob(f"{entry.place}: unknown key {key!r}{where}; {hint}")
-        if entry.value.content is None and _has_defaults(hints[fields[key].name], fields[key]):
-            continue  # an empty section
-        below = f"{path}.{key}" if path else key
-        arguments[fields[key].name] = _convert(hints[fields[key].name], entry.value, below)
-    for key, field in fields.items():
-        required = (
-            field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-        )
-        if required and key not in entries:
-            kind_name = _KINDS.get(hints[field.name], "a mapping")
-            raise InvalidJob(f"{value.place}: missing key '{key}'{where}; add it ({kind_name})")
+def inner(kind: inspect.Type) -> inspect.Type:
+    """Return the type of a value that may also be null."""
+    if not isinstance(kind, inspect.UnionType):
+        return kind
+    (found,) = (one for one in kind.types if not isinstance(one, inspect.NoneType))
+    return found
+
+
+def is_section(field: inspect.Field) -> bool:
+    """Return whether the field is a section that may be left out, or null, for its defaults."""
+    return isinstance(field.type, inspect.DataclassType) and not field.required
+
+
+def _read(kind: type[T], file: Document, content: object, path: Path) -> T:
+    """Build a section of the file, and all below it."""
+    tree = _tree(kind, file, content, path)
     try:
-        if kind is JobSpec:
-            check_name(arguments["name"], "job")
-        return kind(**arguments)
-    except ValueError as error:
-        message = str(error)
-        guilty = "name" if message.startswith("job name") else message.partition(":")[0]
-        key = FILE_KEYS.get(guilty, guilty)
-        place, full = _find(value, key, path)
-        if f".{full}".endswith(f".{key}"):  # else the message still names the key
-            message = message.removeprefix(f"{guilty}: ")
-        raise InvalidJob(f"{place}: {full}: {message}") from error
+        return msgspec.convert(tree, kind, dec_hook=lambda _, made: made)
+    except msgspec.ValidationError as error:
+        raise _refusal(error, kind, file, content, path) from error
+
+
+def _dotted(path: Path) -> str:
+    return "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in path).lstrip(".")
+
+
+def _inside(path: Path) -> str:
+    return f" in {_dotted(path)}" if path else ""
+
+
+def _mistaken(file: Document, path: Path, wanted: str, content: object) -> InvalidJob:
+    name = _dotted(path) or "the job"
+    return InvalidJob(f"{file.place(path)}: {name} must be {wanted}, not {describe(content)}")
+
+
+def _tree(kind: type, file: Document, content: object, path: Path) -> dict[str, object]:
+    """Return a section as msgspec reads it, after its keys were found to be known."""
+    if not isinstance(content, dict):
+        raise _mistaken(file, path, _MAPPING, content)
+    fields, tree = fields_of(kind), {}
+    for key, value in content.items():
+        below = (*path, key)
+        if key not in fields:
+            hint = _hint(key, kind, fields, _dotted(path))
+            what = f"unknown key {key!r}{_inside(path)}"
+            raise InvalidJob(f"{file.place(below)}: {what}; {hint}")
+        field = fields[key]
+        if value is not None or not is_section(field):
+            tree[field.name] = _part(field, file, value, below)
+    return tree
+
+
+def _part(field: inspect.Field, file: Document, content: object, path: Path) -> object:
+    """Return the value of a key as msgspec reads it; the file has shorter forms of some."""
+    match inner(field.type):
+        case inspect.CustomType():
+            own = isinstance(content, dict) and any(key in content for key in OWN_KEYS)
+            return _read(OwnModelSpec if own else ModelSpec, file, content, path)
+        case inspect.DataclassType(cls=kind) if content is not None:
+            return _tree(kind, file, content, path)
+        case inspect.VarTupleType() if isinstance(content, str):
+            return (content,)
+        case inspect.Metadata():
+            return _json(file, content, path)
+        case _:
+            pass
+    if field.name in FILE_KEYS and isinstance(content, str):
+        try:
+            return parse_bytes(content)
+        except ValueError as error:
+            raise InvalidJob(f"{file.place(path)}: {_dotted(path)}: {error}") from error
+    return content
+
+
+def _json(file: Document, content: object, path: Path) -> str:
+    """Return a mapping as its JSON text, which may stand in its place."""
+    if isinstance(content, str):
+        try:
+            if isinstance(json.loads(content or "{}"), dict):
+                return content
+        except (ValueError, RecursionError):
+            pass
+    if not isinstance(content, dict):
+        raise _mistaken(file, path, "a mapping", content)
+    return json.dumps(content)
+
+
+def _refusal(
+    error: msgspec.ValidationError, kind: type, file: Document, content: Any, path: Path
+) -> InvalidJob:
+    """Return msgspec's error about a section with the place in the file, and the fix."""
+    text = str(error)
+    own = str(error.__cause__) if error.__cause__ is not None else None
+    at = text.rpartition(" - at `$")[2].removesuffix("`") if text != own else ""
+    wanted: inspect.Type = inspect.type_info(kind)
+    for name, number in _STEP.findall(at):
+        wanted = inner(wanted)
+        if isinstance(wanted, inspect.DataclassType):
+            key = FILE_KEYS.get(name, name)
+            wanted, path = fields_of(wanted.cls)[key].type, (*path, key)
+            content = content.get(key) if isinstance(content, dict) else None
+        elif isinstance(wanted, inspect.VarTupleType) and isinstance(content, list):
+            wanted, path, content = wanted.item_type, (*path, int(number)), content[int(number)]
+    if own is not None:
+        return _named(own, file, content, path)
+    if (lacking := _LACKING.match(text)) and isinstance(wanted, inspect.DataclassType):
+        key = FILE_KEYS.get(lacking[1], lacking[1])
+        added = _expected(fields_of(wanted.cls)[key].type)
+        where = f"missing key '{key}'{_inside(path)}"
+        return InvalidJob(f"{file.place(path)}: {where}; add it ({added})")
+    refusal = _mistaken(file, path, _expected(wanted), content)
+    return InvalidJob(f"{refusal}{_fix(wanted, content, _dotted(path))}")
+
+
+def _named(message: str, file: Document, content: object, path: Path) -> InvalidJob:
+    """Return the error of a section's own checks at the key that its message begins with."""
+    guilty = "name" if message.startswith("job name") else message.partition(":")[0]
+    key = FILE_KEYS.get(guilty, guilty)
+    path = _find(content, key, path) or path
+    if path[-1:] == (key,):  # else the message still names the key
+        message = message.removeprefix(f"{guilty}: ")
+    return InvalidJob(f"{file.place(path)}: {_dotted(path) or 'job'}: {message}")
+
+
+def _find(content: object, key: str, path: Path) -> Path | None:
+    """Return the path of `key` below a value; None: it is not there."""
+    if not isinstance(content, dict):
+        return None
+    if key in content:
+        return (*path, key)
+    below = (_find(value, key, (*path, name)) for name, value in content.items())
+    return next(filter(None, below), None)
+
+
+def _expected(kind: inspect.Type) -> str:
+    """Return what a type takes, as an error says it."""
+    match inner(kind):
+        case inspect.IntType() as number:
+            return _within("an integer", number)
+        case inspect.FloatType() as number:
+            return _within("a number", number)
+        case inspect.BoolType():
+            return "true or false"
+        case inspect.StrType():
+            return "a text"
+        case inspect.LiteralType(values=values):
+            return " or ".join(map(str, values))
+        case inspect.VarTupleType(item_type=inspect.StrType()):
+            return "a list of texts"
+        case inspect.VarTupleType(item_type=item):
+            return f"a list of {_expected(item)}"
+        case _:
+            return _MAPPING
+
+
+def _within(what: str, number: inspect.IntType | inspect.FloatType) -> str:
+    match number:
+        case inspect.IntType(ge=least, le=int(most)) if most != MOST:
+            return f"{what} from {least} to {most}"
+        case inspect.FloatType(ge=0, lt=int(end)):
+            return f"{what} from 0 to below {end}"
+        case inspect.FloatType(gt=0, lt=int(end)):
+            return f"{what} between 0 and {end}"
+        case _ if number.ge is not None:
+            return f"{what} of at least {number.ge}"
+        case _:
+            return what if number.gt is None else f"{what} above {number.gt}"
+
+
+def _fix(wanted: inspect.Type, content: object, path: str) -> str:
+    """Return what else an error says about a value."""
+    wanted = inner(wanted)
+    if path == "training.optimizer.name":
+        return "; for another one name its class, as python: torch.optim:Adam, instead of name"
+    if isinstance(wanted, inspect.LiteralType):
+        near = difflib.get_close_matches(str(content).lower(), map(str, wanted.values), n=1)
+        return f"; did you mean '{near[0]}'?" if near else ""
+    if isinstance(content, str) and isinstance(wanted, inspect.IntType | inspect.FloatType):
+        return "; remove the quotes" if content.strip().isdigit() else ""
+    if isinstance(content, int) and abs(content) > MOST:
+        return ", which is too large"
+    return ""
 
 
 #: Our keys by other frameworks' names for them.
@@ -159,7 +308,7 @@ def _hint(key: str, kind: type, fields: Iterable[str], path: str) -> str:
     near = [word] if word in possible else difflib.get_close_matches(key.lower(), possible, n=1)
     if near:
         return f"did you mean '{near[0]}'?"
-    if kind is ModelSpec and key in get_type_hints(OwnModelSpec):
+    if kind is ModelSpec and key in fields_of(OwnModelSpec):
         return f"it goes with one of {', '.join(OWN_KEYS)}; add that"
     places = sorted(_places(JobSpec, key, ""))
     if places := [one for one in places if one.startswith(f"{path}.")] or places:
@@ -170,116 +319,10 @@ def _hint(key: str, kind: type, fields: Iterable[str], path: str) -> str:
 
 def _places(kind: type, key: str, path: str) -> Iterator[str]:
     """Yield the sections below `kind` that have the key."""
-    for field, hint in get_type_hints(kind).items():
-        for section in get_args(hint) or (hint,):
-            if isinstance(section, type) and dataclasses.is_dataclass(section):
-                below = f"{path}.{field}".lstrip(".")
-                if any(one.name == key for one in dataclasses.fields(section)):
-                    yield below
-                yield from _places(section, key, below)
-
-
-def _has_defaults(hint: Any, field: "dataclasses.Field[Any]") -> bool:
-    """Return whether the field is a section that may be omitted."""
-    section = isinstance(hint, type) and dataclasses.is_dataclass(hint)
-    return section and field.default_factory is not dataclasses.MISSING
-
-
-def _find(value: Value, key: str, path: str) -> tuple[str, str]:
-    """Return the place and the path of `key` below `value`, or those of `value` itself if it has no
-    such key."""
-    if isinstance(value.content, Mapping):
-        if key in value.content:
-            return value.content[key].place, f"{path}.{key}" if path else key
-        for name, entry in value.content.items():
-            found = _find(entry.value, key, f"{path}.{name}" if path else name)
-            if found[1].endswith(f".{key}"):
-                return found
-    return value.place, path or "job"
-
-
-def _convert(hint: Any, value: Value, path: str) -> object:
-    if path == "resources.memory_per_worker" and isinstance(value.content, str):
-        try:
-            return parse_bytes(value.content)
-        except ValueError as error:
-            raise InvalidJob(f"{value.place}: {path}: {error}") from error
-    if get_origin(hint) in (Union, types.UnionType):
-        if value.content is None:
-            return None
-        (hint,) = (option for option in get_args(hint) if option is not type(None))
-    if hint is Json:
-        return _json(value, path)
-    if hint is AnyModel:
-        own = isinstance(value.content, Mapping) and any(key in value.content for key in OWN_KEYS)
-        return _build(OwnModelSpec if own else ModelSpec, value, path)
-    if get_origin(hint) is Literal:
-        return _choose(get_args(hint), value, path)
-    if get_origin(hint) is tuple:
-        return _texts(value, path)
-    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
-        return _build(hint, value, path)
-    return _plain(hint, value, path)
-
-
-def _plain(kind: type, value: Value, path: str) -> object:
-    content = value.content
-    if kind is float and type(content) is int:
-        try:
-            return float(content)
-        except OverflowError as error:
-            raise InvalidJob(f"{value.place}: {path} is too large") from error
-    if type(content) is not kind:
-        hint = "; remove the quotes" if kind in (int, float) and _is_number(content) else ""
-        raise InvalidJob(
-            f"{value.place}: {path} must be {_KINDS[kind]}, not {value.describe()}{hint}"
-        )
-    if kind is int and not -(2**63) <= content < 2**63:  # type: ignore[operator]  # it is an int
-        raise InvalidJob(f"{value.place}: {path} is too large")
-    return content
-
-
-def _is_number(content: object) -> bool:
-    return isinstance(content, str) and content.strip().isdigit()
-
-
-def _choose(choices: tuple[Any, ...], value: Value, path: str) -> object:
-    if value.content in choices:
-        return value.content
-    near = difflib.get_close_matches(str(value.content).lower(), choices, n=1)
-    hint = f"; did you mean '{near[0]}'?" if near else ""
-    if path == "training.optimizer.name":
-        hint = "; for another one name its class, as python: torch.optim:Adam, instead of name"
-    raise InvalidJob(
-        f"{value.place}: {path} must be {' or '.join(choices)}, not {value.describe()}{hint}"
-    )
-
-
-def _json(value: Value, path: str) -> Json:
-    """Return a mapping as JSON text; the file may also give that text itself."""
-    content = value.content
-    if isinstance(content, str):
-        try:
-            if isinstance(json.loads(content or "{}"), dict):
-                return Json(content)
-        except (ValueError, RecursionError):
-            pass
-    if not isinstance(content, Mapping):
-        raise InvalidJob(f"{value.place}: {path} must be a mapping, not {value.describe()}")
-    return Json(json.dumps(plain(value)))
-
-
-def _texts(value: Value, path: str) -> tuple[str, ...]:
-    """Return a list of texts; a single text counts as a list of one."""
-    if isinstance(value.content, str):
-        return (value.content,)
-    if not isinstance(value.content, tuple):
-        raise InvalidJob(f"{value.place}: {path} must be a list of texts, not {value.describe()}")
-    items = []
-    for number, item in enumerate(value.content):
-        if not isinstance(item.content, str):
-            raise InvalidJob(
-                f"{item.place}: {path}[{number}] must be a text, not {item.describe()}"
-            )
-        items.append(item.content)
-    return tuple(items)
+    for name, field in fields_of(kind).items():
+        section = inner(field.type)
+        if isinstance(section, inspect.DataclassType):
+            below = f"{path}.{name}".lstrip(".")
+            if key in fields_of(section.cls):
+                yield below
+            yield from _places(section.cls, key, below)

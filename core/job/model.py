@@ -1,20 +1,40 @@
-"""The model of a job: a sequence of layers, whatever makes them."""
+"""The model of a job, a row of layers: one of ours, which is known by its kind, or one of the
+user's, by the code that makes it and what is known of it before it is run."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
-from oobleck.core.job.checks import PART, Limits, check_limits, check_paths
+import msgspec
+from msgspec import Meta
+
+from oobleck.core.job.checks import Count, Part, check_paths
+from oobleck.core.job.code import NO_ARGUMENTS, NOT_DESCRIBED, Code, Json, check_code
+from oobleck.core.job.description import Description, read_description
 from oobleck.core.job.families import FAMILIES, Kind, Objective, decode_config, family_of
+from oobleck.core.job.lora import LoraSpec
 from oobleck.core.ties import Ties
+
+RowLength = Annotated[int, Meta(ge=1, le=1 << 22)]
+Vocabulary = Annotated[int, Meta(ge=2, le=1 << 24)]
+#: Layers of a model at most.
+MOST_LAYERS = 514
+#: Keys that no model has but one of the user's.
+OWN_KEYS = ("plugin", "python", "architecture")
+#: Name suffixes of transformers' classes that take images.
+_IMAGES = ("ForImageClassification", "ForImageClassificationLearned")
+#: Name suffixes of classes with one label per row.
+_BY_ROW = ("ForSequenceClassification", *_IMAGES)
+#: Name suffixes of classes that learn from labels, not the next token.
+_LABELLED = ("ForMaskedLM", "FlaubertWithLMHeadModel", "ForTokenClassification", *_BY_ROW)
+#: The function that splits a model of transformers into layers.
+_TRANSFORMERS = "oobleck.worker.models.huggingface.causal_lm:causal_lm"
 
 
 class AnyModel:
-    """Sequence of layers, as planning and a job's files see it.
-
-    Subclasses are a model known by its kind (`ModelSpec`) and one of the user's
-    (`oobleck.core.job.own.OwnModelSpec`).
-    """
+    """A row of layers, as planning and the files of a job see it: one that is known by its kind
+    (`ModelSpec`), or one of the user's (`OwnModelSpec`)."""
 
     __slots__ = ()
 
@@ -32,9 +52,8 @@ class AnyModel:
     def from_tree(tree: Mapping[str, Any]) -> "AnyModel":
         """Build the model from its fields, as `oobleck.core.codec` reads them; raises
         ValueError."""
-        from oobleck.core.job.own import model_from_tree
-
-        return model_from_tree(tree)
+        own = any(tree.get(key) is not None for key in OWN_KEYS)
+        return msgspec.convert(tree, OwnModelSpec if own else ModelSpec)
 
     @property
     def layer_count(self) -> int:
@@ -108,36 +127,26 @@ class AnyModel:
 class ModelSpec(AnyModel):
     """Transformer whose layer 0 is the embedding and whose last layer is the head.
 
-    The numbers of a Hugging Face family follow from `config`; `planner.job.model_file.family_model`
-    makes such a spec.
+    The numbers of a Hugging Face family follow from `config`.
     """
 
     kind: Literal["gpt", Kind] = "gpt"
     #: Transformer blocks; placement counts the embedding and the head as layers too.
-    layers: int
-    hidden: int
-    heads: int
-    sequence_length: int
-    vocabulary: int = 256
-    #: True if the head shares the token embedding's weight.
+    layers: Annotated[int, Meta(ge=1, le=512)]
+    hidden: Annotated[int, Meta(ge=1, le=1 << 18)]
+    heads: Count
+    sequence_length: RowLength
+    vocabulary: Vocabulary = 256
+    #: The head shares the token embedding's weight.
     tied: bool = True
-    #: Largest dropout, where a family has several.
-    dropout: float = 0.0
-    #: All keys of the family as JSON; empty for the built-in model.
+    #: Of a family with several: the largest.
+    dropout: Part = 0.0
+    #: The family's own keys, all of them, as JSON; empty for the built-in model.
     config: str = ""
     #: Directory of the initial weights, the same on all nodes; None: random initial weights.
     weights: str | None = None
-    LIMITS: ClassVar[Mapping[str, Limits]] = {
-        "layers": Limits(at_least=1, at_most=512),
-        "hidden": Limits(at_least=1, at_most=1 << 18),
-        "heads": Limits(at_least=1),
-        "sequence_length": Limits(at_least=1, at_most=1 << 22),
-        "vocabulary": Limits(at_least=2, at_most=1 << 24),
-        "dropout": PART,
-    }
 
     def __post_init__(self) -> None:
-        check_limits(self, self.LIMITS)
         check_paths("weights", [self.weights])
         if self.hidden % self.heads:
             raise ValueError(
@@ -205,3 +214,153 @@ class ModelSpec(AnyModel):
     @property
     def initial(self) -> str | None:
         return self.weights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnModelSpec(AnyModel):
+    """A model made by a function that returns an `oobleck.model.Model`: the user's function, or
+    ours that splits a model of transformers into layers."""
+
+    #: An entry point of the group oobleck.models, or a function (package.module:function).
+    plugin: str | None = None
+    python: str | None = None
+    #: Directory on every node that the function's module lies in; None: it is installed.
+    path: str | None = None
+    #: What it is called with.
+    arguments: Json = NO_ARGUMENTS
+    #: Or a class of transformers, such as Qwen3ForCausalLM, with keys of its config, and a
+    #: directory with initial weights, the same on all nodes.
+    architecture: str | None = None
+    config: Json = NO_ARGUMENTS
+    weights: str | None = None
+    #: Adapters that are trained in place of its weights.
+    lora: LoraSpec | None = None
+    #: Where the data are tokens: of a row.
+    sequence_length: RowLength | None = None
+    #: And how many there are.
+    vocabulary: Vocabulary = 256
+    #: A `Description`, as JSON; empty: it was not made yet.
+    described: Json = NOT_DESCRIBED
+
+    def __post_init__(self) -> None:
+        if sum(name is not None for name in (self.plugin, self.python, self.architecture)) != 1:
+            raise ValueError(
+                "plugin: give exactly one of plugin (an entry point), python (a function) and "
+                "architecture (a class of transformers)"
+            )
+        check_code(plugin=self.plugin, python=self.python, path=self.path)
+        for name in ("path", "weights"):
+            check_paths(name, [getattr(self, name)])
+        self._check_transformers()
+        if self.described and len(self.description.order) > MOST_LAYERS:
+            raise ValueError(
+                f"described: {len(self.description.order)} layers are more than {MOST_LAYERS}; put "
+                "several into one"
+            )
+
+    def _check_transformers(self) -> None:
+        if self.architecture is None:
+            for name, given in (("config", self.config != NO_ARGUMENTS), ("weights", self.weights)):
+                if given:
+                    raise ValueError(f"{name}: goes with architecture; put it into arguments")
+            if self.lora is not None:
+                raise ValueError("lora: goes with architecture; leave it out")
+            return
+        if self.lora is not None and self.weights is None:
+            raise ValueError(
+                "lora: adapts a trained model; give its directory as weights, the same on all nodes"
+            )
+        if self.arguments != NO_ARGUMENTS:
+            raise ValueError("arguments: architecture takes none; put them into config")
+        if self.sequence_length is None and not self.architecture.endswith(_IMAGES):
+            raise ValueError("sequence_length: is missing; give the tokens of a row")
+
+    @property
+    def code(self) -> Code:
+        if self.architecture is not None:
+            arguments = {
+                "architecture": self.architecture,
+                "config": json.loads(self.config or NO_ARGUMENTS),
+                "weights": self.weights,
+                "sequence_length": self.sequence_length,
+                "lora": None if self.lora is None else asdict(self.lora),
+            }
+            told = Json(json.dumps(arguments))
+            return Code(name=_TRANSFORMERS, group=None, path=None, arguments=told, ours=True)
+        name = self.plugin or self.python
+        assert name is not None, "it was checked"
+        group = "oobleck.models" if self.plugin else None
+        return Code(name=name, group=group, path=self.path, arguments=self.arguments)
+
+    @property
+    def description(self) -> Description:
+        """Raises ValueError where it was not made."""
+        if not self.described:
+            raise ValueError("described: the model was not looked at; submit by oobleck submit")
+        return read_description(self.described)
+
+    @property
+    def family(self) -> str:
+        return "own" if self.architecture is None else "huggingface"
+
+    @property
+    def tokens(self) -> int:
+        if self.architecture is not None and self.known:
+            return self.description.layers[-1].output.tensors[0].shape[-1]
+        return self.vocabulary
+
+    @property
+    def initial(self) -> str | None:
+        return self.weights
+
+    @property
+    def rests_on_files(self) -> bool:
+        foreign = self.description.foreign if self.known else None
+        return self.lora is not None or bool(foreign and foreign.kept)
+
+    @property
+    def layer_count(self) -> int:
+        return len(self.description.order)
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        return self.description.order
+
+    def may_share(self, layer: int) -> bool:
+        # Draws and some hooks depend on the whole micro-batch; compiled code is for its row count.
+        sketch = self.description.layers[layer]
+        return not (sketch.draws or sketch.whole) and sketch.compiled is None
+
+    @property
+    def ties(self) -> Ties:
+        return tuple(tie.layers for tie in self.description.tied)
+
+    @property
+    def row_tokens(self) -> int:
+        return self.sequence_length or 1
+
+    @property
+    def weighs_tokens(self) -> bool:
+        return self.architecture is not None and not self.architecture.endswith(_BY_ROW)
+
+    @property
+    def reads_tokens(self) -> bool:
+        return self.sequence_length is not None
+
+    @property
+    def labelled(self) -> bool:
+        return self.architecture is not None and self.architecture.endswith(_LABELLED)
+
+    @property
+    def learns_next_tokens(self) -> bool:
+        return self.architecture is not None and not self.labelled
+
+    @property
+    def known(self) -> bool:
+        return bool(self.described)
+
+    @property
+    def label(self) -> str:
+        given = self.plugin or self.python or self.architecture or ""
+        name = given.replace(":", "-").rpartition(".")[2]
+        return f"{name}-{self.layer_count}"

@@ -13,18 +13,9 @@ from typing import Any
 
 from oobleck.core.errors import InvalidJob
 from oobleck.core.job.checks import url_refusal
-from oobleck.core.job.document import KeyValue, Value
-from oobleck.core.job.families import (
-    FAMILIES,
-    Config,
-    ConfigError,
-    Family,
-    Kind,
-    encode_config,
-    family_of,
-)
-from oobleck.core.job.model import ModelSpec
-from oobleck.core.job.own import OWN_KEYS
+from oobleck.core.job.document import Document, describe
+from oobleck.core.job.families import FAMILIES, ConfigError, Family, encode_config, family_of
+from oobleck.core.job.model import OWN_KEYS
 from oobleck.core.job.presets import PRESETS, Preset
 
 #: Reads a file that the job names; raises InvalidJob with the fault of the file.
@@ -34,55 +25,32 @@ ReadText = Callable[[str], str]
 _NUMBERS = ("layers", "hidden", "heads", "vocabulary", "tied", "dropout")
 
 
-def family_model(
-    kind: Kind, config: Config, *, sequence_length: int, weights: str | None = None
-) -> ModelSpec:
-    """Return the model of a config, as transformers would build it; raises ConfigError."""
-    family = FAMILIES[kind]
-    complete = family.complete(config)
-    return ModelSpec(
-        kind=kind,
-        config=encode_config(complete),
-        sequence_length=sequence_length,
-        weights=weights,
-        **asdict(family.numbers(complete)),
-    )
-
-
-def expand_model(root: Value, read: ReadText | None) -> Value:
-    """Return `root`, a job, with the preset or config of its model resolved to `ModelSpec`'s keys.
+def expand_model(job: Document, read: ReadText | None) -> None:
+    """Resolve the preset or config of a job's model to `ModelSpec`'s keys.
 
     Other mistakes are left to the general checks. Raises InvalidJob.
     """
-    entries = root.content
-    if not isinstance(entries, Mapping) or "model" not in entries:
-        return root
-    model = entries["model"].value
-    if not isinstance(model.content, Mapping) or any(key in model.content for key in OWN_KEYS):
-        return root
-    expanded = _Model(model, model.content, read).expand()
-    entry = KeyValue(place=entries["model"].place, value=expanded)
-    return Value(place=root.place, content={**entries, "model": entry})
+    model = job.tree.get("model") if isinstance(job.tree, dict) else None
+    if isinstance(model, dict) and not any(key in model for key in OWN_KEYS):
+        job.tree["model"] = _Model(job, model, read).expand()
 
 
 class _Model:
     """Expansion of the keys of one model."""
 
-    def __init__(
-        self, whole: Value, entries: Mapping[str, KeyValue], read: ReadText | None
-    ) -> None:
-        self._whole = whole
-        self._entries = entries
+    def __init__(self, job: Document, keys: Mapping[str, Any], read: ReadText | None) -> None:
+        self._job = job
+        self._keys = keys
         self._read = read
 
-    def expand(self) -> Value:
+    def expand(self) -> Mapping[str, Any]:
         preset = self._preset()
         source, config = self._config()
         kind = self._kind(preset, config)
         family = family_of(kind)
         if family is None:
             if config is None:
-                return self._whole  # the general checks refuse an unknown kind
+                return self._keys  # a kind that there is not is for the general checks
             if kind == "gpt":
                 raise self._wrong("config", f"kind {kind} takes none; {_kinds()}")
             raise self._wrong("kind", f"there is no {kind!r}; {_kinds()}")
@@ -92,34 +60,22 @@ class _Model:
         added = {"kind": kind, "config": encode_config(chosen), **numbers}
         # A number of a wrong type stays: the general checks refuse it in their words.
         added = {name: value for name, value in added.items() if not self._mistyped(name)}
-        kept = {
-            name: entry
-            for name, entry in self._entries.items()
-            if name not in added and name != "preset"
-        }
-        place = self._whole.place
-        made = {
-            name: KeyValue(
-                place=self._place(name), value=Value(place=self._place(name), content=value)
-            )
-            for name, value in added.items()
-        }
-        return Value(place=place, content={**kept, **made})
-
-    def _place(self, name: str) -> str:
-        return self._entries[name].place if name in self._entries else self._whole.place
+        kept = {name: value for name, value in self._keys.items() if name != "preset"}
+        return {**kept, **added}
 
     def _wrong(self, name: str, text: str) -> InvalidJob:
-        return InvalidJob(f"{self._place(name)}: model.{name}: {text}")
+        return InvalidJob(f"{self._job.place(('model', name))}: model.{name}: {text}")
+
+    def _mistaken(self, name: str, wanted: str) -> InvalidJob:
+        place, value = self._job.place(("model", name)), self._keys[name]
+        return InvalidJob(f"{place}: model.{name} must be {wanted}, not {describe(value)}")
 
     def _text(self, name: str) -> str | None:
         """Return a key that must be a text; None where it is missing."""
-        if name not in self._entries or self._entries[name].value.content is None:
-            return None
-        value = self._entries[name].value
-        if not isinstance(value.content, str):
-            raise InvalidJob(f"{value.place}: model.{name} must be a text, not {value.describe()}")
-        return value.content
+        value = self._keys.get(name)
+        if value is not None and not isinstance(value, str):
+            raise self._mistaken(name, "a text")
+        return value
 
     def _preset(self) -> Preset | None:
         name = self._text("preset")
@@ -132,24 +88,20 @@ class _Model:
         return PRESETS[name]
 
     def _config(self) -> tuple[str, dict[str, Any] | None]:
-        """Return the name of the config for messages, and its keys; None where there are none."""
-        if "config" in self._entries and self._entries["config"].value.content is not None:
-            value = self._entries["config"].value
-            if isinstance(value.content, Mapping):
-                keys = plain(value)
-                assert isinstance(keys, dict)
-                return "model.config", keys
-            if not isinstance(value.content, str):
-                raise InvalidJob(
-                    f"{value.place}: model.config must be a mapping of keys or the path of a "
-                    f"config.json, not {value.describe()}"
-                )
-            return self._read_config("config", value.content)
+        """Return the name of the config's keys for messages, and the keys; None where there are
+        none."""
+        config = self._keys.get("config")
+        if isinstance(config, dict):
+            return "model.config", config
+        if isinstance(config, str):
+            return self._read_config("config", config)
+        if config is not None:
+            raise self._mistaken("config", "a mapping of keys or the path of a config.json")
         weights = self._text("weights")
         if why := url_refusal(weights or ""):
             raise self._wrong("weights", why)
         built_in = self._text("kind") == "gpt"
-        if weights is not None and "preset" not in self._entries and not built_in:
+        if weights is not None and "preset" not in self._keys and not built_in:
             return self._read_config("weights", str(PurePosixPath(weights) / "config.json"))
         return "model", None
 
@@ -200,19 +152,17 @@ class _Model:
             key = error.key
             if source == "model":  # the user gave it under ModelSpec's name
                 key = next((name for name, native in family.names.items() if native == key), key)
-            raise InvalidJob(f"{self._key_place(key)}: {source}.{key}: {error.text}") from error
+            path = ("model", "config", key) if "config" in self._keys else ("model", key)
+            place = self._job.place(path)
+            raise InvalidJob(f"{place}: {source}.{key}: {error.text}") from error
 
-    def _number(self, name: str) -> Any:
-        if name not in self._entries:
-            return None
-        content = self._entries[name].value.content
-        return content if isinstance(content, int | float) else None
+    def _number(self, name: str) -> int | float | None:
+        value = self._keys.get(name)
+        return value if isinstance(value, int | float) else None
 
     def _mistyped(self, name: str) -> bool:
-        given = name in _NUMBERS and name in self._entries
-        return (
-            given and self._number(name) is None and self._entries[name].value.content is not None
-        )
+        given = name in _NUMBERS and self._keys.get(name) is not None
+        return given and self._number(name) is None
 
     def _check_numbers(self, numbers: Mapping[str, Any], family: Family) -> None:
         for name, value in numbers.items():
@@ -223,26 +173,6 @@ class _Model:
                     name, f"{given}, but the config's {key} is {value}; remove one of the two"
                 )
 
-    def _key_place(self, key: str) -> str:
-        entry = self._entries.get("config")
-        if entry is None:
-            return self._place(key)
-        below = entry.value.content
-        if isinstance(below, Mapping) and key in below:
-            return below[key].place
-        return entry.place
-
 
 def _kinds() -> str:
     return f"use kind {', '.join(FAMILIES)}"
-
-
-def plain(value: Value) -> object:
-    """Return the value without places."""
-    match value.content:
-        case tuple(items):
-            return [plain(item) for item in items]
-        case Mapping():
-            return {name: plain(entry.value) for name, entry in value.content.items()}
-        case content:
-            return content

@@ -10,10 +10,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import ClassVar, Literal
+from typing import Literal
 
 from oobleck.core import codec
-from oobleck.core.job.checks import PART, Limits, check_limits
+from oobleck.core.job.checks import Amount, NotNegative, Part
 from oobleck.core.job.code import NO_ARGUMENTS, NOT_DESCRIBED, TORCH_OPTIM, Code, Json, check_code
 
 #: Settings of each optimizer beside `lr`, with defaults.
@@ -82,18 +82,18 @@ class OptimizerSpec:
 
     #: None after construction where the job names a class.
     name: Literal["adamw", "sgd"] | None = None
-    lr: float = 3.0e-4
-    #: Applies to matrices and embeddings, not to norms and biases. AdamW 0.1, others 0.
-    weight_decay: float | None = None
-    #: Further parameters without decay: patterns of their names in an output, prefixed by their
+    lr: Amount = 3.0e-4
+    #: Acts on matrices and embeddings; norms and biases are not decayed. AdamW 0.1, others 0.
+    weight_decay: Amount | None = None
+    #: Parameters that are not decayed either: patterns of what an output calls them, behind their
     #: layer, such as "0.*" and "*.scale".
     no_decay: tuple[str, ...] = ()
     #: AdamW: 0.9, 0.95 and 1e-8.
-    beta1: float | None = None
-    beta2: float | None = None
-    eps: float | None = None
+    beta1: Part | None = None
+    beta2: Part | None = None
+    eps: Amount | None = None
     #: SGD: 0 and false.
-    momentum: float | None = None
+    momentum: Part | None = None
     nesterov: bool | None = None
     #: Subclass of torch.optim.Optimizer: an entry point of the group oobleck.optimizers, or a class
     #: (package.module:Class; torch.optim:Class is allowed everywhere).
@@ -105,10 +105,6 @@ class OptimizerSpec:
     arguments: Json = NO_ARGUMENTS
     #: JSON of an `OptimizerSketch`; empty: the class was not examined.
     described: Json = NOT_DESCRIBED
-    LIMITS: ClassVar[Mapping[str, Limits]] = {
-        **dict.fromkeys(("lr", "weight_decay", "eps"), Limits(at_least=0)),
-        **dict.fromkeys(("beta1", "beta2", "momentum"), PART),
-    }
 
     def __post_init__(self) -> None:
         check_code(plugin=self.plugin, python=self.python, path=self.path)
@@ -131,7 +127,6 @@ class OptimizerSpec:
         for key, default in own.items():
             if getattr(self, key) is None:
                 object.__setattr__(self, key, default)
-        check_limits(self, self.LIMITS)
         if not all(self.no_decay):
             raise ValueError("no_decay: has an empty pattern; remove it")
         if self.nesterov and not self.momentum:
@@ -208,13 +203,11 @@ class ScheduleSpec:
 
     name: Literal["constant", "linear", "cosine"] = "constant"
     #: Steps before the first one at the full rate.
-    warmup: int = 0
-    #: Rate that a decay would reach in the step after the last one.
-    min_lr: float = 0.0
-    LIMITS: ClassVar[Mapping[str, Limits]] = dict.fromkeys(("warmup", "min_lr"), Limits(at_least=0))
+    warmup: NotNegative = 0
+    #: Rate that a fall would reach in the step after the last one.
+    min_lr: Amount = 0.0
 
     def __post_init__(self) -> None:
-        check_limits(self, self.LIMITS)
         if self.min_lr and self.name == "constant":
             raise ValueError(
                 "min_lr: is where linear and cosine end; remove it, or choose one of them"

@@ -3,12 +3,13 @@
 Owns the types and their checks; `oobleck.core.job.file` parses them from a file.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Annotated, Literal, get_args
+
+from msgspec import Meta
 
 from oobleck.core.ids import check_name
-from oobleck.core.job.checks import MOST_PATH, Limits, check_limits, check_paths, check_place
+from oobleck.core.job.checks import MOST, MOST_PATH, Count, NotNegative, check_paths, check_place
 from oobleck.core.job.code import NO_ARGUMENTS, Code, Json, check_code
 from oobleck.core.job.model import AnyModel, ModelSpec
 from oobleck.core.job.optimization import OptimizerSpec, ScheduleSpec
@@ -25,7 +26,8 @@ Shadows = Literal["auto", "none"]
 TransportName = Literal["auto", "tcp"]
 DataPlane = Literal["auto", "sealed", "clear"]
 #: Programs that `track` may name.
-TRACKERS = ("tensorboard", "wandb", "mlflow")
+Tracker = Literal["tensorboard", "wandb", "mlflow"]
+TRACKERS: tuple[Tracker, ...] = get_args(Tracker)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,13 +54,11 @@ class DataSpec:
     path: str | None = None
     #: Arguments of the function.
     arguments: Json = NO_ARGUMENTS
-    #: Processes of each worker that read its samples; 0: a thread reads them.
-    workers: int = 0
-    LIMITS: ClassVar[Mapping[str, Limits]] = {"workers": Limits(at_least=0, at_most=64)}
+    #: Processes of each worker that read its samples; 0: a thread does.
+    workers: Annotated[int, Meta(ge=0, le=64)] = 0
 
     def __post_init__(self) -> None:
         check_code(plugin=self.plugin, python=self.python, path=self.path)
-        check_limits(self, self.LIMITS)
         own = self.code is not None
         if (bool(self.text), self.tokens is not None, own).count(True) != 1:
             raise ValueError(
@@ -92,12 +92,12 @@ class DataSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSpec:
-    steps: int
+    steps: Annotated[int, Meta(ge=1, le=10**9)]
     #: Samples per step over all pipelines.
-    global_batch: int
+    global_batch: Annotated[int, Meta(ge=1, le=1 << 17)]
     #: Samples per micro-batch.
-    microbatch: int = 1
-    seed: int = 0
+    microbatch: Count = 1
+    seed: Annotated[int, Meta(ge=0, le=MOST)] = 0
     precision: Precision = "fp32"
     #: Precision of float32 matrix products, by torch's names.
     float32_matmul: Products = "highest"
@@ -112,29 +112,18 @@ class TrainingSpec:
     #: Order of compute in a pipeline; auto: the fastest whose memory fits.
     pipeline_schedule: Literal["auto", Schedule] = "auto"
     #: Largest global gradient norm; None: no clipping.
-    clip: float | None = 1.0
-    #: Consecutive skipped steps (loss or gradients not finite) after which the job fails; None: it
-    #: never fails for that.
-    max_skipped_steps: int | None = 100
-    LIMITS: ClassVar[Mapping[str, Limits]] = {
-        "steps": Limits(at_least=1, at_most=10**9),
-        "global_batch": Limits(at_least=1, at_most=1 << 17),
-        "microbatch": Limits(at_least=1),
-        "seed": Limits(at_least=0, at_most=(1 << 63) - 1),
-        "max_skipped_steps": Limits(at_least=1),
-        "clip": Limits(above=0),
-    }
+    clip: Annotated[float, Meta(gt=0)] | None = 1.0
+    #: Steps in a row that nobody applied, since loss or gradients were not finite, after which the
+    #: job fails; None: it never does.
+    max_skipped_steps: Count | None = 100
 
     def __post_init__(self) -> None:
-        check_limits(self, self.LIMITS)
         check_paths("path", [self.optimizer.path])
         if self.gradient_sums == "bf16" and self.precision == "fp64":
             raise ValueError(
                 "gradient_sums: bf16 rounds gradients to 8 bits, and precision is fp64; leave it "
                 "out, or choose precision fp32 or bf16"
             )
-        if self.clip is not None and not self.clip > 0:
-            raise ValueError(f"clip: {self.clip} must be > 0; leave it out for no clipping")
         if self.schedule.min_lr > self.optimizer.lr:
             raise ValueError(
                 f"min_lr: {self.schedule.min_lr} is above the optimizer's lr "
@@ -161,29 +150,19 @@ class TrainingSpec:
 class EvaluationSpec:
     """Settings of periodic evaluation: the loss on samples that are not trained on."""
 
-    #: Steps between evaluations; the last step is always evaluated.
-    every: int
-    #: Share of the job's data that is kept out of training for evaluation.
-    fraction: float | None = None
-    #: Alternatively a data set of its own.
+    #: After every so many steps, and after the last one.
+    every: Count
+    #: The share of the job's data that is kept out of training for it.
+    fraction: Annotated[float, Meta(gt=0, lt=1)] | None = None
+    #: Or data of its own.
     data: DataSpec | None = None
     #: Most samples per evaluation; every evaluation uses the same ones.
-    samples: int = 1024
-    LIMITS: ClassVar[Mapping[str, Limits]] = {
-        "every": Limits(at_least=1),
-        "samples": Limits(at_least=1, at_most=1 << 20),
-        "fraction": Limits(above=0, below=1),
-    }
+    samples: Annotated[int, Meta(ge=1, le=1 << 20)] = 1024
 
     def __post_init__(self) -> None:
-        check_limits(self, self.LIMITS)
         if (self.fraction is None) == (self.data is None):
             raise ValueError(
                 "evaluation: give exactly one of fraction (of the data) and data (of its own)"
-            )
-        if self.fraction is not None and not 0.0 < self.fraction < 1.0:
-            raise ValueError(
-                f"fraction: {self.fraction} is not between 0 and 1; 0.01 keeps 1% out of training"
             )
 
     def due(self, step: int, steps: int) -> bool:
@@ -195,19 +174,12 @@ class EvaluationSpec:
 class ResourceSpec:
     """Resources of each worker that the plan may use, and limits on the shape of pipelines."""
 
-    #: Memory of one worker for state and activations; None: as its node reports.
-    memory_per_worker_bytes: int | None = None
-    #: Least number of nodes of one pipeline, even where memory would allow fewer.
-    min_nodes_per_pipeline: int = 1
-    #: auto: NCCL where every worker has a GPU to itself, and TCP elsewhere; tcp: always TCP.
+    #: Budget for state and activations of one worker; None: what its node reports.
+    memory_per_worker_bytes: Count | None = None
+    #: Lower bound for the nodes of one pipeline, above what memory asks for.
+    min_nodes_per_pipeline: Count = 1
+    #: auto: NCCL where every worker has a GPU to itself, and TCP elsewhere; tcp: always that.
     transport: TransportName = "auto"
-    LIMITS: ClassVar[Mapping[str, Limits]] = {
-        "min_nodes_per_pipeline": Limits(at_least=1),
-        "memory_per_worker_bytes": Limits(at_least=1),
-    }
-
-    def __post_init__(self) -> None:
-        check_limits(self, self.LIMITS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,22 +190,17 @@ class CheckpointSpec:
     #: Directory or fsspec URL, the same place on all nodes.
     path: str
     #: Steps between two checkpoints.
-    every: int = 100
-    #: Newest checkpoints to keep.
-    keep: int = 3
-    #: Use of existing checkpoints in path: resume from the newest valid one (auto), require one
-    #: (require), or refuse to start if there is one (never).
+    every: Count = 100
+    #: Newest checkpoints that stay.
+    keep: Count = 3
+    #: A job whose path holds checkpoints goes on from the newest valid one (auto), must find one
+    #: (require), or must find none (never).
     resume: Literal["auto", "never", "require"] = "auto"
     #: True: the state after the last step is saved, whatever `every` is.
     at_end: bool = True
-    LIMITS: ClassVar[Mapping[str, Limits]] = {
-        "every": Limits(at_least=1),
-        "keep": Limits(at_least=1),
-    }
 
     def __post_init__(self) -> None:
         check_place("path", self.path, "a directory or an fsspec URL")
-        check_limits(self, self.LIMITS)
 
     def why_untold(self) -> str:
         """Return why a checkpoint there cannot be reported to the master; empty: it can be.
@@ -269,8 +236,8 @@ class JobSpec:
     training: TrainingSpec
     #: None: no evaluation.
     evaluation: EvaluationSpec | None = None
-    #: Simultaneous node losses that must cost no more than the step in flight.
-    fault_tolerance: int = 1
+    #: Node losses at a time that must not cost more than the step in flight.
+    fault_tolerance: NotNegative = 1
     resources: ResourceSpec = field(default_factory=ResourceSpec)
     #: Directory for the final weights, the same on all nodes; None: they are not saved.
     output: str | None = None
@@ -287,25 +254,19 @@ class JobSpec:
     recovery: RecoverySpec = field(default_factory=RecoverySpec)
     #: Encryption of links between workers; auto: sealed except where the link stays on the host.
     data_plane: DataPlane = "auto"
-    #: Programs that get a copy of metrics and events from the head node.
-    track: tuple[str, ...] = ()
-    #: Wheel with the modules of the job's functions; see `oobleck.core.job.wheel`. None: they
-    #: are on the nodes.
+    #: Programs that the head node keeps a copy of metrics and events for.
+    track: tuple[Tracker, ...] = ()
+    #: A wheel that has the job's functions: its path, or its hash as `sha256:HEX` where the master
+    #: has it. None: they are on the nodes.
     code: str | None = None
-    LIMITS: ClassVar[Mapping[str, Limits]] = {"fault_tolerance": Limits(at_least=0)}
 
     def __post_init__(self) -> None:
         check_name(self.name, "job")
         check_place("profile", self.profile, "measure, estimate or a profile file's path")
         check_paths("output", [self.output])
         check_paths("code", [self.code])
-        for name in self.track:
-            if name not in TRACKERS:
-                known = ", ".join(TRACKERS)
-                raise ValueError(f"track: {name!r} is none of {known}; choose of these")
         if len(set(self.track)) < len(self.track):
             raise ValueError("track: names a program twice; name it once")
-        check_limits(self, self.LIMITS)
         if self.recovery.policy == "reroute" and self.fault_tolerance == 0:
             raise ValueError(
                 "policy: reroute needs a second pipeline that holds the same layers; set "

@@ -91,15 +91,6 @@ def near_cpus(bus: str, root: Path = _SYS) -> tuple[int, ...]:
         return ()
 
 
-def numa_node(bus: str, root: Path = _SYS) -> int | None:
-    """Return the GPU's NUMA node; None if the host has only one or the kernel does not say."""
-    try:
-        node = int((_device(bus, root) / "numa_node").read_text())
-    except (OSError, ValueError):
-        return None
-    return node if node >= 0 else None
-
-
 def _device(bus: str, root: Path) -> Path:
     if _BUS.fullmatch(bus) is None:
         raise ValueError(f"{bus!r} is no place on a PCI bus")

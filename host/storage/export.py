@@ -17,8 +17,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from oobleck.core.checkpoint import MOST_LAYER_HEADER_BYTES, InvalidCheckpoint, LayerFile, Manifest
-from oobleck.core.job.model import AnyModel
-from oobleck.core.job.own import OwnModelSpec
+from oobleck.core.job.model import AnyModel, OwnModelSpec
 from oobleck.host.storage.checkpoints import StoredCheckpoint, read_layer
 from oobleck.host.storage.exported import Array, exported, exported_config, has_adapters
 from oobleck.host.storage.folder import Folder, LocalFolder

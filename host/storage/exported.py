@@ -12,8 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from oobleck.core.job.families import GPT2, decode_config, family_of
-from oobleck.core.job.model import AnyModel, ModelSpec
-from oobleck.core.job.own import OwnModelSpec
+from oobleck.core.job.model import AnyModel, ModelSpec, OwnModelSpec
 
 Array = NDArray[Any]
 

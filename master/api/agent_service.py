@@ -12,7 +12,7 @@ import grpc
 
 from oobleck.core.orders import Answer, Unable
 from oobleck.master.api.access import MOST_DETAILS, caller
-from oobleck.master.api.transfers import CodeOfJobs
+from oobleck.master.api.wheels import Wheels
 from oobleck.master.clients.outbox import AgentSession, refused_message
 from oobleck.master.inbox import Incoming, Output, Records
 from oobleck.master.loop import Master
@@ -39,12 +39,12 @@ Context = grpc.aio.ServicerContext[pb.AgentMessage, pb.MasterMessage]
 class ControlService(rpc.ControlServicer):
     def __init__(self, master: Master) -> None:
         self._master = master
-        self._code = CodeOfJobs(master)
+        self._wheels = Wheels(master.config.code)
 
     async def GetCode(
         self, request: pb.CodeRequest, context: Context
     ) -> AsyncIterator[pb.CodeChunk]:
-        async for data in self._code.chunks(request.sha256, context):
+        async for data in self._wheels.parts(request.sha256, context):
             yield pb.CodeChunk(data=data)
 
     async def GiveCode(
@@ -55,7 +55,7 @@ class ControlService(rpc.ControlServicer):
             text = "code: the master has not asked for a wheel"
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, text)
         try:
-            digest = await self._code.put((chunk.data async for chunk in requests), wanted)
+            digest = await self._wheels.put((chunk.data async for chunk in requests), wanted)
         except ValueError as error:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error)[:MOST_DETAILS])
         return pb.CodeReply(sha256=digest)

@@ -21,8 +21,9 @@ from oobleck.core.job.spec import JobSpec
 from oobleck.core.profile import Profile
 from oobleck.core.profile_file import format_profile, parse_profile
 from oobleck.master.api.access import MOST_DETAILS, caller
-from oobleck.master.api.transfers import CodeOfJobs, backup
+from oobleck.master.api.backup import backup
 from oobleck.master.api.view import head_status, held_note, job_status, node_info, problem_of
+from oobleck.master.api.wheels import Wheels
 from oobleck.master.clients.examinations import Busy, Wish
 from oobleck.master.clients.requests import Requests
 from oobleck.master.clients.timelines import NoTimeline
@@ -56,7 +57,7 @@ _LINES_AT_A_TIME = 1000
 class OperatorService(rpc.OperatorServicer):
     def __init__(self, master: Master) -> None:
         self._master = master
-        self._code = CodeOfJobs(master)
+        self._wheels = Wheels(master.config.code)
 
     def _requests(self, context: Context) -> Requests:
         return self._master.requests.of(caller(context))
@@ -86,7 +87,7 @@ class OperatorService(rpc.OperatorServicer):
             # In a thread: for a long text it takes seconds, in which agents must be heard.
             spec, profile = await asyncio.to_thread(_read_submission, request)
             check_installed(spec)
-            self._code.check(spec)
+            self._wheels.check(spec)
         except ValueError as error:  # also InvalidJob
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error)[:MOST_DETAILS])
         job_id = await self._requests(context).submit(
@@ -100,7 +101,7 @@ class OperatorService(rpc.OperatorServicer):
         self, requests: AsyncIterator[pb.CodeChunk], context: Context
     ) -> pb.CodeReply:
         try:
-            digest = await self._code.put(chunk.data async for chunk in requests)
+            digest = await self._wheels.put(chunk.data async for chunk in requests)
         except ValueError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error)[:MOST_DETAILS])
         return pb.CodeReply(sha256=digest)
@@ -145,7 +146,7 @@ class OperatorService(rpc.OperatorServicer):
                 request.request_id,
                 JobId(request.job_id),
                 self._requests(context),
-                self._code.has,
+                self._wheels.has,
             )
         except NotAdopted as why:
             text = f"job {request.job_id[:80]}: {why}"[:MOST_DETAILS]

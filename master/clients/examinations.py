@@ -53,7 +53,6 @@ from oobleck.master.state.job import ENDED
 from oobleck.master.state.node import Node
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto.examinations import examine_message
-from oobleck.proto.protocol import EXAMINES
 
 #: An agent's own process gives up before; the rest is the way there and back.
 _ORDER_S = ANSWER_S + 10.0
@@ -157,8 +156,6 @@ class Examinations:
         session = self._session(node)
         if session is None:
             return Unable(reason="it is not connected")
-        if self._state.nodes[node].facts.newest_protocol < EXAMINES:
-            return Unable(reason="its agent is of an earlier release, which looks at nothing")
         number = next(self._numbers)
         key = node, number
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()

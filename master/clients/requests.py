@@ -47,8 +47,8 @@ import secrets
 from collections.abc import Mapping, Sequence
 
 from oobleck.core.job.file import parse_job
-from oobleck.core.job.wheel import digest_of
 from oobleck.host.system.environment import Environment
+from oobleck.host.wheel import digest_of
 from oobleck.master.clients.outbox import AgentSession
 from oobleck.master.state.cluster import ClusterState
 from oobleck.proto import control_pb2 as pb

@@ -13,7 +13,6 @@ from oobleck.core.job.spec import JobSpec
 from oobleck.core.messages import Assign, CheckpointSaved, Measure, Restored, SaveFailed
 from oobleck.core.plan import Plan, WorkerRate
 from oobleck.core.profile import Profile
-from oobleck.host.versions import FIRST_ENGINE
 from oobleck.master.events.nodes import Evidence
 from oobleck.master.policies import MOVING, is_base
 from oobleck.planner.recovery.rules import Next
@@ -40,7 +39,6 @@ Cause = Literal[
     "worker slow",
     "worker well",
 ]
-_NO_GENERATION = Generation(0)
 
 
 class ReconfigurationStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,7 +101,7 @@ class PlanMade(Assign, frozen=True, kw_only=True, tag=True):
     #: The series of torch that its nodes have; empty: more than one, or not known.
     torch: str = ""
     #: Their engine (`oobleck.host.versions`).
-    engine: str = FIRST_ENGINE
+    engine: str
     #: Whose plan it is (`oobleck.planner.recovery.policies`).
     policy: str = MOVING
     #: Whose plan is to follow at a step boundary; empty: nobody's.
@@ -120,7 +118,7 @@ class PlanMade(Assign, frozen=True, kw_only=True, tag=True):
     #: Of the generation before, where it did not come to its first step.
     overtaken: ReconfigurationStats | None = None
     #: What was seen of failures since the last event that carries such.
-    evidence: tuple[Evidence, ...] = msgspec.field(name="sightings", default=())
+    evidence: tuple[Evidence, ...] = ()
 
     @property
     def assign(self) -> Assign:
@@ -150,7 +148,7 @@ class FirstStepCommitted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     step: int
     transition: ReconfigurationStats
     #: As in PlanMade.
-    evidence: tuple[Evidence, ...] = msgspec.field(name="sightings", default=())
+    evidence: tuple[Evidence, ...] = ()
     #: Unix time of the last step of a generation before, by the calendar of a worker's host; 0: not
     #: known.
     trained_until: float = 0.0
@@ -186,8 +184,8 @@ class JobAdopted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     spec: JobSpec
     #: Held until now.
     nodes: tuple[NodeName, ...]
-    #: The newest that they have told; 0: a journal from before does not say.
-    generation: Generation = _NO_GENERATION
+    #: The newest that they have told.
+    generation: Generation
 
 
 class JobCancelRequested(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -356,7 +354,7 @@ class JobFailed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     node: NodeName | None = None
     transition: ReconfigurationStats | None = None
     #: As in PlanMade.
-    evidence: tuple[Evidence, ...] = msgspec.field(name="sightings", default=())
+    evidence: tuple[Evidence, ...] = ()
 
 
 class JobCancelled(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -80,7 +80,7 @@ class NodeLost(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     #: From the first evidence to this declaration.
     detect_s: float
     #: As in PlanMade.
-    evidence: tuple[Evidence, ...] = msgspec.field(name="sightings", default=())
+    evidence: tuple[Evidence, ...] = ()
 
 
 class WorkerLost(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -92,7 +92,7 @@ class WorkerLost(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     reason: str
     detect_s: float
     #: Its agent's word; None: the agent did not see it end.
-    evidence: Evidence | None = msgspec.field(name="sighting", default=None)
+    evidence: Evidence | None = None
     #: Its own word on why; empty: none.
     words: str = ""
     #: It had reported that it lost a peer before it ended.

@@ -131,8 +131,8 @@ class TokenCreated(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     name: str
     #: Unix time.
     expires_at: float
-    #: The operator who asked for it, with whom it ends; None: a journal from before this was kept.
-    maker: tuple[Role, str] | None = None
+    #: The operator who asked for it, with whom it ends.
+    maker: tuple[Role, str]
 
 
 class TokenRevoked(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -166,8 +166,8 @@ TrustChanged = TokenCreated | TokenRevoked | CredentialIssued | CredentialsRevok
 class MasterStarted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A master has replayed the journal: whatever an earlier one observed is forgotten."""
 
-    #: Random id of the process; empty: the journal is of a release before.
-    start: str = ""
+    #: Random id of the process.
+    start: str
 
 
 class JournalCut(msgspec.Struct, frozen=True, kw_only=True, tag=True):

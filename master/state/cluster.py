@@ -91,9 +91,8 @@ class History:
         )
 
     def start(self, start: str, sequence: int) -> None:
-        """Note that a head has started with that event. An empty id is of a release before."""
-        if start:
-            self.starts = [*self.starts, Start(id=start, since=sequence)][-_KNOWN_STARTS:]
+        """Note that a head has started with that event."""
+        self.starts = [*self.starts, Start(id=start, since=sequence)][-_KNOWN_STARTS:]
 
     def shared(self, other: Head, sequence: int) -> int:
         """Return the number of the last event that both journals have, of this one up to

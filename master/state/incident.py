@@ -129,7 +129,7 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True):
     #: How many nodes the plan had that it struck.
     members: int = 0
     setbacks: tuple[Setback, ...] = ()
-    evidence: tuple[DatedEvidence, ...] = msgspec.field(name="sightings", default=())
+    evidence: tuple[DatedEvidence, ...] = ()
     attempts: tuple[Attempt, ...] = ()
     #: Committed steps that are done again from a checkpoint.
     lost_steps: int = 0

@@ -280,7 +280,7 @@ class Job:
     #: Why it is in that state, where that is not plain.
     reason: str = ""
     cancel_requested: bool = False
-    #: Number of the event that submitted it, or had it adopted; 0: a journal from before.
+    #: Number of the event that submitted it, or had it adopted.
     submitted_in: int = 0
     #: The newest generation of another master's job when it was taken over; None: it was submitted
     #: here.

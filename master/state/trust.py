@@ -48,8 +48,8 @@ class StillFresh(TooSoon):
 
 @dataclass(slots=True, kw_only=True)
 class Token:
-    #: Who asked for it; None: the journal is from before this was kept.
-    maker: Holder | None = None
+    #: Who asked for it.
+    maker: Holder
     role: Role
     #: The only name that may join by it; empty: any that is free.
     name: str
@@ -65,7 +65,7 @@ class Given:
 
     at: float
     expires_at: float
-    #: Who made the token that the holder joined by; None: the journal does not say.
+    #: Who made the token that the holder joined by; None: it was not given by this master.
     by: Holder | None = None
 
 

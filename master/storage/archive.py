@@ -11,7 +11,6 @@ journal.
 
 import asyncio
 import heapq
-import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,9 +25,6 @@ from oobleck.core.messages import EvaluationRecord, StepRecord
 from oobleck.master.config import MasterConfig
 from oobleck.master.storage.disk import Storage, StorageFailed, storing
 from oobleck.master.storage.records import EvaluationLog, EventLog, MetricsLog
-
-log = logging.getLogger(__name__)
-
 
 MOST_BYTES = 8 << 20
 #: A longer line is cut; it is not text that anybody reads.

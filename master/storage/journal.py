@@ -18,8 +18,6 @@ short without a word, depending on where it was cut. Here every line has its own
 was lost is known exactly.
 
 Must not know what events mean, nor what a snapshot holds.
-
-Plans of the first journals had no routes; they are read as they are written now (`with_routes`).
 """
 
 import os
@@ -27,7 +25,7 @@ import re
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, NamedTuple
 
 import msgspec
 
@@ -48,35 +46,6 @@ _PREFIX = 11
 #: Less than this, or than some snapshots, of events is not worth a new snapshot.
 _COMPACT_BYTES = 2 << 20
 _COMPACT_SNAPSHOTS = 4
-
-
-def with_routes(value: Any) -> Any:
-    """The same with each plan of pipelines in it as one of holds and routes. Raises ValueError."""
-    if isinstance(value, list):
-        return [with_routes(item) for item in value]
-    if not isinstance(value, dict):
-        return value
-    if {"generation", "pipelines"} <= value.keys():
-        return _plan(value)
-    return {name: with_routes(item) for name, item in value.items()}
-
-
-def _plan(plan: dict[str, Any]) -> dict[str, Any]:
-    try:
-        return _of_routes(plan, plan["pipelines"])
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"not a plan of pipelines: {error!r}") from error
-
-
-def _of_routes(plan: dict[str, Any], pipelines: Any) -> dict[str, Any]:
-    others = {name: item for name, item in plan.items() if name != "pipelines"}
-    return others | {
-        "holds": [stage for pipeline in pipelines for stage in pipeline["stages"]],
-        "routes": [
-            {"hops": pipeline["stages"], "microbatches": pipeline["microbatches"]}
-            for pipeline in pipelines
-        ],
-    }
 
 
 class JournalUnusable(Exception):
@@ -276,7 +245,7 @@ class Journal:
             for line in file:
                 payload = line[_PREFIX:]
                 try:
-                    entry = _entry(payload)
+                    entry = decode(_Entry, payload)
                 except ValueError as error:
                     text = f"has an entry that this release does not know ({error})"
                     raise self.unusable(f"{text}: {THAT_RELEASE}") from error
@@ -353,14 +322,6 @@ class Journal:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
-
-
-def _entry(payload: bytes) -> _Entry:
-    """Raises ValueError."""
-    try:
-        return decode(_Entry, payload)
-    except ValueError:
-        return decode(_Entry, encode(with_routes(decode(object, payload))))
 
 
 def _line(mark: bytes, payload: bytes) -> bytes:

@@ -17,10 +17,9 @@ import msgspec
 from oobleck.core.codec import choose
 from oobleck.core.ids import JobId, NodeName
 from oobleck.master.state.cluster import ClusterState
-from oobleck.master.state.job import NO_GENERATION, Job
+from oobleck.master.state.job import Job
 from oobleck.master.state.job_observed import JobSeen
 from oobleck.master.state.node import Node, NodeSeen
-from oobleck.master.storage.journal import with_routes
 
 #: What is observed, what the files of profiles tell anew, and what is written beside the cluster.
 _LEFT_OUT: Mapping[type, tuple[str, ...]] = {
@@ -38,39 +37,6 @@ _LEFT_OUT: Mapping[type, tuple[str, ...]] = {
 }
 #: Fast; what repeats is most of a state.
 _LEVEL = 1
-#: Fields of a job that snapshots may have beside it, and where they belong.
-_GROUPED = {
-    "save_request": ("saves", "requested"),
-    "save_answered": ("saves", "answered"),
-    "save_numbers": ("saves", "numbers"),
-    "checkpoint": ("saves", "checkpoint"),
-    "save_failure": ("saves", "failure"),
-    "known_reports": ("saves", "known"),
-    "restored": ("rollback", "restored"),
-    "resumed_step": ("rollback", "resumed_step"),
-    "redo_until": ("rollback", "redo_until"),
-    "measuring": ("profiling", "under_way"),
-    "attempts": ("profiling", "attempts"),
-    "profile": ("profiling", "chosen"),
-    "before": ("lineage", "before"),
-    "plans": ("lineage", "plans"),
-    "emptied": ("lineage", "emptied"),
-    "replaced": ("lineage", "replaced"),
-    "most_nodes": ("lineage", "most_nodes"),
-    "reconfigurations": ("lineage", "reconfigurations"),
-    "mixed": ("lineage", "mixed"),
-    "made": ("current", "made"),
-    "made_at": ("current", "made_at"),
-    "waited_s": ("current", "waited_s"),
-    "trained": ("current", "trained"),
-    "abrupt": ("current", "abrupt"),
-    "losses": ("current", "losses"),
-}
-#: Fields that snapshots may have and that nothing asks for any more, or that follow from others.
-_PASSED_OVER: Mapping[type, tuple[str, ...]] = {
-    ClusterState: ("found",),
-    Job: ("stepped", "adopted"),
-}
 
 
 class _Text(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,7 +69,7 @@ def restore(content: str, now: float) -> tuple[ClusterState, dict[JobId, int]]:
             node = _whole(Node, parts, seen=NodeSeen(last_heard=now))
             state.nodes[NodeName(name)] = node
         for job_id, parts in text.jobs.items():
-            state.jobs[JobId(job_id)] = _whole(Job, _grouped(parts), seen=JobSeen())
+            state.jobs[JobId(job_id)] = _whole(Job, parts, seen=JobSeen())
         return state, text.records
     except (msgspec.DecodeError, TypeError, ValueError, zlib.error) as error:
         raise ValueError(f"a snapshot that this release does not know ({error})") from error
@@ -120,25 +86,11 @@ def _parts(value: Any) -> dict[str, msgspec.Raw]:
     return parts
 
 
-def _grouped(parts: Mapping[str, msgspec.Raw]) -> dict[str, msgspec.Raw]:
-    """The same with each field of a job in its group, and the generation of an adopted one."""
-    whole = {name: text for name, text in parts.items() if name not in _GROUPED}
-    if "adopted" in parts and msgspec.msgpack.decode(parts["adopted"]):
-        whole["adopted_in"] = msgspec.Raw(msgspec.msgpack.encode(NO_GENERATION))
-    groups: dict[str, dict[str, msgspec.Raw]] = {}
-    for name in parts.keys() & _GROUPED.keys():
-        group, field = _GROUPED[name]
-        groups.setdefault(group, {})[field] = parts[name]
-    return whole | {g: msgspec.Raw(msgspec.msgpack.encode(own)) for g, own in groups.items()}
-
-
 def _whole(kind: Any, parts: Mapping[str, msgspec.Raw], **observed: object) -> Any:
     hints = _kept(kind)
     values: dict[str, Any] = dict(observed)
     bounded: dict[str, Any] = {}
     for name, text in parts.items():
-        if name in _PASSED_OVER.get(kind, ()):
-            continue
         if name not in hints:
             raise ValueError(f"{kind.__name__} has no {name}")
         hint = hints[name]
@@ -155,11 +107,7 @@ def _whole(kind: Any, parts: Mapping[str, msgspec.Raw], **observed: object) -> A
 
 
 def _decoded(text: msgspec.Raw, hint: Any) -> Any:
-    try:
-        return msgspec.msgpack.decode(text, type=hint, dec_hook=choose)
-    except msgspec.ValidationError:
-        upgraded = msgspec.msgpack.encode(with_routes(msgspec.msgpack.decode(text)))
-        return msgspec.msgpack.decode(upgraded, type=hint, dec_hook=choose)
+    return msgspec.msgpack.decode(text, type=hint, dec_hook=choose)
 
 
 @cache

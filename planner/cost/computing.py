@@ -9,32 +9,14 @@ from oobleck.core.ids import WorkerId
 from oobleck.core.instructions import Share
 from oobleck.core.plan import Plan
 from oobleck.core.profile import Profile
-from oobleck.core.routes import Hop
 from oobleck.planner.cost.stages import stage_cost
 
 
-def computing_s(plan: Plan, profile: Profile) -> Mapping[WorkerId, float]:
-    """Return each worker's seconds of forward and backward over its micro-batches in a step, in
-    rank order. A worker that only holds layers has 0. Rates are not counted.
-
-    Raises ValueError, as `stage_cost`.
-    """
-    known: dict[tuple[int, int, int], float] = {}
-    found = dict.fromkeys(plan.workers, 0.0)
-    for route in plan.routes:
-        for hop in route.hops:
-            key = hop.first_layer, hop.last_layer, len(hop.workers)
-            if key not in known:
-                known[key] = _microbatch_s(hop, profile)
-            for worker in hop.workers:
-                found[worker] += route.microbatches * known[key]
-    return found
-
-
 def computing_by_layer_s(plan: Plan, profile: Profile) -> Mapping[WorkerId, Mapping[int, float]]:
-    """Return each worker's compute seconds by layer. Workers that share a layer are counted by
-    their rows of a micro-batch.
+    """Return the seconds of forward and backward that each layer takes each worker in a step.
 
+    Workers are in rank order; those that only hold layers have none. Where several share a layer,
+    each has the rows of a micro-batch that are its own. Rates are not counted.
     Raises ValueError, as `stage_cost`.
     """
     known: dict[tuple[int, int], float] = {}
@@ -55,9 +37,4 @@ def computing_by_layer_s(plan: Plan, profile: Profile) -> Mapping[WorkerId, Mapp
 
 def _layer_s(profile: Profile, layer: int, gpus: int) -> float:
     cost = stage_cost(profile, layer, layer, gpus)
-    return cost.forward_s + cost.backward_s
-
-
-def _microbatch_s(hop: Hop, profile: Profile) -> float:
-    cost = stage_cost(profile, hop.first_layer, hop.last_layer, len(hop.workers))
     return cost.forward_s + cost.backward_s

@@ -10,8 +10,7 @@ from dataclasses import replace
 
 from oobleck.core.job.description import LayerSketch
 from oobleck.core.job.families import Counts, LayerCount, decode_config, family_of
-from oobleck.core.job.model import ModelSpec
-from oobleck.core.job.own import OwnModelSpec
+from oobleck.core.job.model import ModelSpec, OwnModelSpec
 from oobleck.core.job.spec import JobSpec
 from oobleck.core.profile import LayerProfile, Links, Profile
 from oobleck.planner.profile.machine import NOMINAL, Machine

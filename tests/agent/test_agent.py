@@ -41,11 +41,10 @@ from oobleck.core.messages import (
 from oobleck.core.profile import LinkMeasurement
 from oobleck.host.detection import Detection
 from oobleck.host.system.process import end_signals
-from oobleck.host.versions import FIRST_ENGINE
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto.detection import keepalive_options
 from oobleck.proto.health import ALIVE, CHECK, READY
-from oobleck.proto.protocol import NEWEST, OLDEST_MASTER
+from oobleck.proto.protocol import NEWEST, OLDEST
 from oobleck.proto.status import read_status
 from oobleck.proto.types import Head, Hung, WorkerExited
 from support import loops
@@ -733,8 +732,8 @@ async def test_an_agent_that_was_paused_itself_blames_no_worker() -> None:
 async def test_what_a_master_of_a_later_release_says_is_told_or_kept() -> None:
     async with cluster() as (master, _, stream):
         register = stream.heard_first.register
-        assert (register.protocol, register.newest_protocol) == (OLDEST_MASTER, NEWEST)
-        assert register.versions.engine == FIRST_ENGINE, "as the stand-in's configuration has it"
+        assert (register.protocol, register.newest_protocol) == (OLDEST, NEWEST)
+        assert register.versions.engine == "", "as the stand-in's configuration has it"
         # A key that this release does not know: it says so, and what it was told before stands.
         await stream.assign("demo-1", job("demo"))
         (worker,) = await stream.ready()

@@ -43,7 +43,7 @@ from oobleck.agent.reconcile import (
 )
 from oobleck.agent.worker import KEPT_EVALUATIONS
 from oobleck.core.ids import Generation, JobId, NodeName, WorkerId
-from oobleck.core.job.own import OwnModelSpec
+from oobleck.core.job.model import OwnModelSpec
 from oobleck.core.messages import (
     Acknowledged,
     CheckpointSaved,

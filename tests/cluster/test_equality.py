@@ -22,9 +22,9 @@ from bench.support.cluster import LocalCluster
 from bench.support.preloaded import Preloaded
 from bench.support.throttle import throttled
 from oobleck.core.job.file import parse_job
-from oobleck.worker.checkpoint.output import read_output
 from support.clusters import PATIENT, bring_into, make_whole
 from support.folders import TEXT
+from support.outputs import read_output
 from support.reference import ReferenceRun, assert_same_weights, train_reference
 
 # Longer than any wait in vain, which ends with a report.

@@ -13,9 +13,9 @@ import torch
 from bench.support.client import Record, read_lines
 from bench.support.cluster import LocalCluster
 from bench.support.preloaded import Preloaded
-from oobleck.worker.checkpoint.output import read_output
 from support import compiled_models, own_models
 from support.clusters import PATIENT, make_whole
+from support.outputs import read_output
 from support.plain_loop import BATCH, MICROBATCH, RATE, SEED, STEPS, plain_loop
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]

@@ -18,8 +18,8 @@ from bench.support.preloaded import Preloaded
 from bench.support.separate import Daemons
 from oobleck.core.codec import encode
 from oobleck.core.job.file import parse_job
-from oobleck.host.versions import ENGINE, FIRST_ENGINE
-from oobleck.proto.protocol import NEWEST, OLDEST, OLDEST_MASTER
+from oobleck.host.versions import ENGINE
+from oobleck.proto.protocol import NEWEST, OLDEST
 from support import compiled, earlier
 from support.clusters import PATIENT
 from support.reference import train_reference
@@ -90,15 +90,7 @@ def test_a_cluster_is_upgraded_node_by_node_while_a_job_trains(
     job_id = cluster.submit(spec)
     cluster.wait(lambda: cluster.planned(job_id) == {*nodes}, "training on two nodes", poll_s=0.1)
 
-    # The master first, where that of before knows no engines.
     cluster.environment = {"PYTHONPATH": preloaded.python_path}
-    if OLDEST < OLDEST_MASTER:
-        assert cluster.code(cluster.start_node("n3")) == 2
-        del cluster.agents["n3"]
-        assert (
-            f"speaks protocol {OLDEST_MASTER} and this master protocol {OLDEST};" in cluster.tail()
-        )
-
     # The job trains meanwhile, and is held up only so that it does not end.
     with cluster.frozen("n1"):
         generation = cluster.status(job_id)["generation"]
@@ -109,8 +101,7 @@ def test_a_cluster_is_upgraded_node_by_node_while_a_job_trains(
     assert cluster.status(job_id)["generation"] == generation, "it has adopted what runs"
     told = cluster.nodes().values()
     assert {node["protocol"] for node in told} == {OLDEST}
-    # All agents from this one on tell it.
-    mixes = {node["versions"].get("engine", FIRST_ENGINE) for node in told} == {ENGINE}
+    mixes = {node["versions"]["engine"] for node in told} == {ENGINE}
 
     cluster.end(cluster.agents["n1"])  # its work moves off it first
     (at_once if mixes else apart)(cluster, job_id, "n1", "n2")
@@ -138,7 +129,7 @@ def test_a_cluster_is_upgraded_node_by_node_while_a_job_trains(
 
 def engine_of(environment: Mapping[str, str]) -> str:
     """Of the release that processes with the environment run."""
-    told = "from oobleck.host import versions; print(getattr(versions, 'ENGINE', '1'))"
+    told = "from oobleck.host import versions; print(versions.ENGINE)"
     command = [sys.executable, "-P", "-c", told]
     return subprocess.check_output(command, env={**os.environ, **environment}, text=True).strip()
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from oobleck.core.checkpoint import LayerFile, Manifest, misfit
-from oobleck.core.job.own import OwnModelSpec
+from oobleck.core.job.model import OwnModelSpec
 from oobleck.core.job.spec import DataSpec, JobSpec, TrainingSpec
 from support.sketches import LAYER, model_of
 

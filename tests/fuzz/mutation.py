@@ -272,6 +272,7 @@ def register(random: Random, name: str, incarnation: str) -> pb.AgentMessage:
         incarnation=incarnation,
         register=pb.Register(
             protocol=OLDEST,
+            newest_protocol=OLDEST,
             node=name,
             hostname="fuzz",
             address="127.0.0.1",

@@ -15,6 +15,7 @@ from oobleck.core.codec import encode
 from oobleck.core.ids import Generation, Incarnation, NodeName, WorkerId
 from oobleck.core.messages import Assign, Ready, Rendezvous, ToWorker
 from oobleck.host.ipc.channel import frame
+from oobleck.host.versions import ENGINE
 from oobleck.master.events.jobs import PlanMade
 from oobleck.master.events.unions import Journaled
 from oobleck.master.rules.adoption import adopt
@@ -58,6 +59,7 @@ def made(assign: Assign) -> PlanMade:
         can_lose=0,
         worker_slots=1,
         detect_s=0.0,
+        engine=ENGINE,
     )
 
 
@@ -113,7 +115,7 @@ def test_a_master_without_the_journal_s_end_learns_it_from_the_agents() -> None:
 
 
 def test_a_journal_has_the_fields_side_by_side() -> None:
-    """As journals always had them: those of an earlier version are read, whatever they lack."""
+    """Those of the assignment lie beside those of the plan, and may lack what has a default."""
     written = json.loads(encode(made(ASSIGN)))
     assert set(Assign.__struct_fields__) < set(written)
     for field in msgspec.structs.fields(Assign):
@@ -131,8 +133,8 @@ def test_a_journal_has_the_fields_side_by_side() -> None:
     [
         ({"plan": {**json.loads(encode(ASSIGN.plan)), "generation": 0}}, "generation: 0 is below"),
         ({"plan": {**json.loads(encode(ASSIGN.plan)), "routes": []}}, "at least one route"),
-        ({"rendezvous": {"store": "10.0.0.1:4000", "prefix": ""}}, "prefix: is empty"),
-        ({"rendezvous": {"store": "nowhere", "prefix": "p"}}, "host: 'nowhere' is not HOST:PORT"),
+        ({"rendezvous": {"host": "10.0.0.1:4000", "prefix": ""}}, "prefix: is empty"),
+        ({"rendezvous": {"host": "nowhere", "prefix": "p"}}, "host: 'nowhere' is not HOST:PORT"),
         ({"leaving": [{"node": "../n", "slot": 0}]}, "node name '../n' is not allowed"),
         ({"leaving": [{"node": "n1", "slot": 1024}]}, "slot: 1024 is not below 1024"),
         ({"data": "x" * 70_000}, "data: 70000 characters are more than"),

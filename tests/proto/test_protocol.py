@@ -1,15 +1,15 @@
-"""Which protocol two releases speak, and what an end makes of what an older one leaves out."""
+"""Which protocol two releases speak, and what a job is told without."""
 
 import json
 
 import pytest
 
 from oobleck.core.job.file import format_job, parse_job
-from oobleck.host.detection import DETECTIONS, Detection
+from oobleck.host.detection import DETECTIONS
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto import protocol
 from oobleck.proto.detection import read_welcome, welcome_message
-from oobleck.proto.protocol import NEWEST, common, refusal
+from oobleck.proto.protocol import NEWEST, OLDEST, common, refusal
 from oobleck.proto.status import read_register
 from support.scenario import facts_of
 
@@ -31,18 +31,14 @@ def test_both_ends_take_the_newest_that_both_speak(
         assert f"this master protocols 5 to 7: upgrade {who}, one release" in told
 
 
-def test_an_agent_of_before_there_was_a_range_speaks_one() -> None:
-    told = pb.Register(
-        protocol=3, node="n1", address="10.0.0.1", worker_slots=1, device="cpu",
-        memory_per_worker_bytes=1,
-    )  # fmt: skip
-    registration = read_register(told, facts_of("n1", 1, 1).incarnation)
-    assert (registration.protocol, registration.facts.newest_protocol) == (3, 3)
-    assert registration.facts.versions.engine == "1"
-
-
 def test_an_agent_too_new_is_told_what_to_upgrade_whatever_else_it_says() -> None:
-    told = pb.Register(protocol=NEWEST + 1, node="n1", address="10.0.0.1", device="quantum")
+    told = pb.Register(
+        protocol=NEWEST + 1,
+        newest_protocol=NEWEST + 1,
+        node="n1",
+        address="10.0.0.1",
+        device="quantum",
+    )
     incarnation = facts_of("n1", 1, 1).incarnation
     with pytest.raises(ValueError, match="upgrade the master, one release after the other"):
         read_register(told, incarnation)
@@ -51,14 +47,11 @@ def test_an_agent_too_new_is_told_what_to_upgrade_whatever_else_it_says() -> Non
         read_register(told, incarnation)
 
 
-def test_a_welcome_of_a_master_of_before_is_read() -> None:
+def test_a_welcome_of_a_protocol_that_the_agent_does_not_speak_is_refused() -> None:
     detection = DETECTIONS["wan"]
     told = welcome_message(detection, NEWEST)
     assert read_welcome(told) == (detection, NEWEST, None)
-    told.detection.ClearField("gpu_grace_s")
-    assert read_welcome(told) == (detection, NEWEST, None), "what it lacks is as by default"
-    assert detection.gpu_grace_s == Detection().gpu_grace_s
-    for other in (NEWEST + 1, 0):  # the last one knows no engines
+    for other in (NEWEST + 1, OLDEST - 1):
         told.protocol = other
         with pytest.raises(ValueError, match=f"protocol: {other} was chosen, where this agent"):
             read_welcome(told)

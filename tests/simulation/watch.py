@@ -465,7 +465,7 @@ class Watch:
         """Events are followed for the nodes that they change something for: no other lacks it."""
         state = head.core.state
         before = {name: node.desired for name, node in state.nodes.items()}
-        follow(state, MasterStarted(), self._world.loop.clock, unix=0.0)
+        follow(state, MasterStarted(start="00000001"), self._world.loop.clock, unix=0.0)
         if before != {name: node.desired for name, node in state.nodes.items()}:
             self.broken("what is desired of nodes was not followed")
 

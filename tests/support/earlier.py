@@ -8,9 +8,10 @@ from pathlib import Path
 
 from support.folders import ROOT
 
-#: The newest commit of `main` that all neighbours of this release are at, or behind. Whoever begins
-#: what comes after a release sets it to that release (docs/contributing.md).
-COMMIT = "2fa48b21986cfb9b5d41d94ddc5c8d5a0b41191b"
+#: The release before: a tag, or a commit. There is none before 0.1.0, which is not out yet, so that
+#: what is committed here stands for it. Whoever begins what comes after a release sets it to that
+#: release's tag (docs/contributing.md).
+COMMIT = "HEAD"
 PACKAGES = ("agent", "cli", "host", "master", "planner", "proto", "worker")
 
 
@@ -23,7 +24,7 @@ def unusable() -> str:
     )
     if known.returncode == 0:
         return ""
-    return f"the history of this checkout lacks {COMMIT[:8]}, the release before: fetch all of it"
+    return f"the history of this checkout lacks {COMMIT}, the release before: fetch all of it"
 
 
 def environment(folder: Path) -> Mapping[str, str]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from oobleck.core.ids import NodeName, WorkerId
 from oobleck.core.job.code import Json
-from oobleck.core.job.own import OwnModelSpec
+from oobleck.core.job.model import OwnModelSpec
 from oobleck.core.job.spec import CheckpointSpec, DataSpec, JobSpec, TrainingSpec
 from oobleck.host.storage.checkpoints import StoredCheckpoint, list_checkpoints
 from oobleck.host.storage.export import export

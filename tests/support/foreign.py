@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from oobleck.core.job.families import decode_config
 from oobleck.core.job.model import ModelSpec
-from oobleck.core.job.model_file import family_model
 from oobleck.host.storage.exported import foreign_name
 from oobleck.worker.models.base import Layer
 from oobleck.worker.models.registry import tied_parameter
+from support.families import family_model
 
 TINY = {
     "gpt2": {"vocab_size": 64, "n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 4},

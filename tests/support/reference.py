@@ -50,7 +50,7 @@ class ReferenceRun:
     steps: list[ReferenceStep]
     #: Loss on the held-out samples by step.
     evaluations: dict[int, float]
-    #: By `<layer>.<parameter>`, as `oobleck.worker.checkpoint.output.read_output` names them.
+    #: By `<layer>.<parameter>`, as `support.outputs.read_output` names them.
     weights: dict[str, NDArray[np.floating]]
 
 

@@ -50,7 +50,7 @@ from oobleck.core.plan import Pipeline, Plan
 from oobleck.core.profile import LayerProfile, LinkMeasurement, Measurement, Profile
 from oobleck.core.routes import Hold
 from oobleck.host.detection import Detection
-from oobleck.host.versions import FIRST_ENGINE, Versions
+from oobleck.host.versions import ENGINE, Versions
 from oobleck.master.config import Retention
 from oobleck.master.events.jobs import (
     CheckpointPublished,
@@ -223,14 +223,14 @@ def facts_of(
         worker_slots=slots,
         device=device,
         memory_per_worker_bytes=1 << 30,
-        versions=Versions(torch=torch, engine=engine or FIRST_ENGINE),
+        versions=Versions(torch=torch, engine=engine or ENGINE),
     )
 
 
 def check_desired(state: ClusterState, now: float, unix: float) -> None:
     """An event is followed for the nodes that it changes something for: so no other lacks it."""
     before = {name: (node.desired, node.seen.assigned_at) for name, node in state.nodes.items()}
-    follow(state, MasterStarted(), now, unix)
+    follow(state, MasterStarted(start="00000001"), now, unix)
     after = {name: (node.desired, node.seen.assigned_at) for name, node in state.nodes.items()}
     assert before == after, "what is desired of nodes was not followed"
 
@@ -972,7 +972,7 @@ class Player:
         """A new master process replays the journal; every stream is gone."""
         steps = {job.id: tuple(job.seen.steps.recent) for job in self.state.jobs.values()}
         self.state = self._replayed()
-        self._journal(MasterStarted())
+        self._journal(MasterStarted(start="00000001"))
         self._observe(ProfilesFound(profiles=self.profiles))
         for job_id, records in steps.items():
             self._observe(RecordsReceived(job_id=job_id, records=records))

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from oobleck.core.codec import encode
 from oobleck.core.job.code import Json
 from oobleck.core.job.description import Description, LayerSketch, TensorSketch, TreeSketch
-from oobleck.core.job.own import OwnModelSpec
+from oobleck.core.job.model import OwnModelSpec
 
 WORDS = TreeSketch(
     tensors=(TensorSketch(shape=(4,), dtype="int64", gradient=False),), structure="null"

@@ -15,7 +15,7 @@ from oobleck.core.codec import encode
 from oobleck.core.instructions import Share
 from oobleck.core.job.code import Json
 from oobleck.core.job.description import Description, LayerSketch, TensorSketch, TreeSketch
-from oobleck.core.job.own import OwnModelSpec
+from oobleck.core.job.model import OwnModelSpec
 from oobleck.core.job.spec import DataSpec, JobSpec, TrainingSpec
 from oobleck.worker.models.base import Layer
 from oobleck.worker.models.linear import Linear

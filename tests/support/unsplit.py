@@ -10,9 +10,9 @@ import pytest
 from oobleck.core.job.model import ModelSpec
 from oobleck.core.job.optimization import OptimizerSpec
 from oobleck.core.job.spec import DataSpec, JobSpec, TrainingSpec
-from oobleck.worker.checkpoint.output import read_output
 from support.director import Director
 from support.folders import TEXT
+from support.outputs import read_output
 from support.reference import ReferenceRun, assert_same_weights, train_reference
 
 STEPS = 4

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from oobleck.core.job.file import parse_job
-from oobleck.core.job.own import OwnModelSpec
+from oobleck.core.job.model import OwnModelSpec
 from oobleck.core.job.spec import JobSpec
 from oobleck.worker.models import own
 from oobleck.worker.models.checks.describe import describe as describe_model

@@ -1,8 +1,8 @@
 """Final weights on disk: one safetensors file per layer, and a manifest that names them.
 
+
 One holder of each layer writes it. The manifest is written last, so it proves that the set is
 complete. A failed write is retried for a minute, because the result may exist nowhere else.
-`read_output` is for users and tests.
 """
 
 import contextlib
@@ -14,20 +14,17 @@ from functools import partial
 from pathlib import Path
 
 import msgspec
-import numpy as np
 import torch
-from numpy.typing import NDArray
-from safetensors.numpy import load_file, save
+from safetensors.numpy import save
 
 from oobleck.core.checkpoint import MANIFEST, RECORDS, RecordsFile, layer_file
-from oobleck.core.codec import decode, encode
+from oobleck.core.codec import encode
 from oobleck.core.ids import Generation
 from oobleck.core.job.model import AnyModel
 from oobleck.core.job.spec import JobSpec
 from oobleck.core.messages import SaveFailed
 from oobleck.core.plan import Plan
 from oobleck.host.storage.folder import LocalFolder
-from oobleck.host.system.files import read_regular
 from oobleck.worker.context import WorkerContext
 from oobleck.worker.runtime import pulse
 from oobleck.worker.runtime.control import Control
@@ -40,7 +37,6 @@ from oobleck.worker.transport.transport import Transport
 log = logging.getLogger(__name__)
 
 _PROBE_BYTES = 65_536
-_MOST_MANIFEST_BYTES = 1 << 20
 #: Pause between two attempts to write, and the time after which attempts stop.
 _RETRY_S, _LONGEST_S = 5.0, 60.0
 
@@ -155,28 +151,6 @@ def _insist(
             if time.monotonic() >= until:
                 raise JobError(f"{error}; {lost}") from error
             control.pause(generation, _RETRY_S)
-
-
-def read_manifest(directory: str | Path) -> Manifest:
-    path = Path(directory) / MANIFEST
-    if not path.is_file():
-        raise JobError(
-            f"{path} does not exist: the job has not finished, or it wrote to another directory"
-        )
-    return decode(Manifest, read_regular(path, _MOST_MANIFEST_BYTES))
-
-
-def read_output(directory: str | Path) -> dict[str, NDArray[np.floating]]:
-    """Return all weights of an output, by `<layer>.<parameter>`, such as `3.qkv.weight`."""
-    weights: dict[str, NDArray[np.floating]] = {}
-    for layer, name in enumerate(read_manifest(directory).files):
-        path = Path(directory) / name
-        if not path.is_file():
-            raise JobError(
-                f"{path} does not exist, but the manifest names it; copy the whole output again"
-            )
-        weights.update({f"{layer}.{key}": value for key, value in load_file(path).items()})
-    return weights
 
 
 def _write(directory: str | Path, name: str, content: bytes) -> None:

@@ -28,8 +28,7 @@ from oobleck.core.checkpoint import (
 )
 from oobleck.core.codec import decode, encode
 from oobleck.core.ids import WorkerId
-from oobleck.core.job.model import AnyModel, ModelSpec
-from oobleck.core.job.own import OwnModelSpec
+from oobleck.core.job.model import AnyModel, ModelSpec, OwnModelSpec
 from oobleck.core.job.spec import JobSpec
 from oobleck.core.messages import CheckpointSaved, SaveFailed
 from oobleck.core.redact import redact

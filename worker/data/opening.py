@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from oobleck.core.job.model import ModelSpec
-from oobleck.core.job.own import OwnModelSpec
+from oobleck.core.job.model import ModelSpec, OwnModelSpec
 from oobleck.core.job.spec import DataSpec, EvaluationSpec, JobSpec
 from oobleck.worker.data.dataset import Dataset, Tokens
 from oobleck.worker.data.loaders import Loaders

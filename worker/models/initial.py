@@ -11,8 +11,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from oobleck.core.job.families import family_of
-from oobleck.core.job.model import AnyModel, ModelSpec
-from oobleck.core.job.own import OwnModelSpec
+from oobleck.core.job.model import AnyModel, ModelSpec, OwnModelSpec
 from oobleck.host.storage.exported import foreign_name
 from oobleck.host.storage.weight_files import (
     StoredTensor,

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from oobleck.core.job.code import Code
-from oobleck.core.job.own import OwnModelSpec
+from oobleck.core.job.model import OwnModelSpec
 from oobleck.core.job.spec import JobSpec
 from oobleck.model import FUNCTION, GENERATOR, Model, drawing, seed_all
 from oobleck.worker.models.base import Layer, RowLosses

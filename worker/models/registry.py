@@ -9,8 +9,7 @@ import sys
 
 import torch
 
-from oobleck.core.job.model import AnyModel, ModelSpec
-from oobleck.core.job.own import OwnModelSpec
+from oobleck.core.job.model import AnyModel, ModelSpec, OwnModelSpec
 from oobleck.worker.models import gpt, own
 from oobleck.worker.models.base import Family, Layer
 from oobleck.worker.runtime.errors import JobError

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from oobleck.core.instructions import LayerPart
 from oobleck.core.job.description import TensorSketch, TreeSketch
-from oobleck.core.job.model import ModelSpec
-from oobleck.core.job.own import OwnModelSpec
+from oobleck.core.job.model import ModelSpec, OwnModelSpec
 from oobleck.core.job.spec import JobSpec
 from oobleck.planner.profile.memory import heap_and_mapped, with_holes
 from oobleck.worker.models.own import constants

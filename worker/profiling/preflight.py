@@ -24,7 +24,7 @@ from threading import Timer
 import torch
 from torch import Tensor
 
-from oobleck.core.job.own import OwnModelSpec
+from oobleck.core.job.model import OwnModelSpec
 from oobleck.core.job.spec import JobSpec
 from oobleck.core.messages import Failed
 from oobleck.worker.data.dataset import Dataset

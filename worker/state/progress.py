@@ -9,8 +9,7 @@ from itertools import chain
 import torch
 
 from oobleck.core.ids import Generation
-from oobleck.core.job.model import AnyModel
-from oobleck.core.job.own import OwnModelSpec
+from oobleck.core.job.model import AnyModel, OwnModelSpec
 from oobleck.core.job.spec import JobSpec
 from oobleck.worker.state.layout import layout
 

@@ -5,7 +5,6 @@ changes no state. After a loss a later generation repeats it, unless a worker ha
 the others then adopt. So a worker that continues from a step has reported its evaluation before.
 """
 
-import logging
 import math
 import time
 from collections import Counter
@@ -27,8 +26,6 @@ from oobleck.worker.runtime.random import RowKeys
 from oobleck.worker.step.hops import SPANS, Hops, Microbatches
 from oobleck.worker.transport.tell_all import tell_all
 from oobleck.worker.transport.transport import Transport
-
-log = logging.getLogger(__name__)
 
 #: The samples are not those of a step.
 _NO_STEP = 0

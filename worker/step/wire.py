@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from oobleck.core.job.description import TensorSketch, TreeSketch, packed_bytes, travels_plain
-from oobleck.core.job.model import ModelSpec
-from oobleck.core.job.own import OwnModelSpec
+from oobleck.core.job.model import ModelSpec, OwnModelSpec
 from oobleck.core.job.spec import JobSpec
 from oobleck.worker.models.tree import TENSOR, Tree, flatten, structure, unflatten
 from oobleck.worker.runtime.errors import JobError

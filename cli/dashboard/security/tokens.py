@@ -21,7 +21,6 @@ from oobleck.host.system.home import below_home
 
 #: A viewer reads; an operator also drains nodes, cancels jobs and records timelines.
 Role = Literal["viewer", "operator"]
-ROLES: tuple[Role, ...] = ("viewer", "operator")
 
 _FILE = "secret"
 _SPENT = "spent"

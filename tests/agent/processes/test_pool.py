@@ -9,8 +9,8 @@ from oobleck.agent.config import AgentConfig
 from oobleck.agent.events import ForkAsked, ForkWorker
 from oobleck.agent.processes import pool as pools
 from oobleck.agent.processes.children import Complete
-from oobleck.agent.processes.code import CodeCache
 from oobleck.agent.processes.pool import ProcessPool
+from oobleck.agent.wheels import WheelCache
 from oobleck.core.ids import Incarnation, JobId, NodeName
 from oobleck.core.messages import Launch
 from oobleck.host.gpu.choice import Gpu
@@ -60,7 +60,7 @@ def pool_of(gpus: tuple[Gpu, ...], slots: int) -> tuple[ProcessPool, list[Any]]:
         None,  # type: ignore[arg-type]  # nothing is told
         start_warm=lambda listener: Warm(),  # type: ignore[arg-type,return-value]
         start_worker=start,
-        code=CodeCache(None),
+        wheels=WheelCache(None),
     )
     pool.warm = Warm()  # type: ignore[assignment]
     return pool, started

@@ -9,9 +9,9 @@ from oobleck.core.errors import InvalidJob
 from oobleck.core.job.families import FAMILIES, ConfigError, Kind
 from oobleck.core.job.file import format_job, parse_job
 from oobleck.core.job.model import ModelSpec
-from oobleck.core.job.model_file import family_model
 from oobleck.core.job.presets import PRESETS
 from oobleck.planner.profile.estimate import estimate_profile
+from support.families import family_model
 
 JOB = """\
 name: demo
@@ -109,13 +109,16 @@ def test_every_preset_is_a_model(name: str) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("kind: gpt3", "job.yaml:5: model.kind must be gpt or gpt2 or llama or bert, not the text"),
+        ("kind: gpt3", "job.yaml:5: model.kind must be bert or gpt or gpt2 or llama, not the text"),
         ("preset: gpt3-2.8b", "job.yaml:5: model.preset: there is no 'gpt3-2.8b'; did you mean"),
         ("preset: 5", "job.yaml:5: model.preset must be a text, not 5"),
         ("preset: gpt2\nkind: bert", "job.yaml:6: model.kind: bert is not the preset's, which is"),
-        ("kind: gpt2", "job.yaml:5: missing key 'sequence_length' in model"),
+        ("kind: gpt2", "job.yaml:4: missing key 'sequence_length' in model"),
         ("kind: gpt2\nlayer: 2", "job.yaml:6: unknown key 'layer' in model; did you mean 'layers'"),
-        ("kind: gpt2\nlayers: x", "job.yaml:6: model.layers must be an integer, not the text"),
+        (
+            "kind: gpt2\nlayers: x",
+            "job.yaml:6: model.layers must be an integer from 1 to 512, not the",
+        ),
         ("kind: gpt2\nheads: 5", "job.yaml:6: model.heads: 5 does not divide n_embd (768); choo"),
         (
             "kind: gpt2\nlayers: 2\nconfig: {n_layer: 3}",
@@ -138,7 +141,7 @@ def test_every_preset_is_a_model(name: str) -> None:
         ("kind: gpt2\nconfig: {attn_pdrop: 1}", "model.config.attn_pdrop: 1.0 is not in [0, 1)"),
         (
             "kind: gpt2\nsequence_length: 9\nconfig: {n_layer: 999}",
-            "model.layers: 999 is too large; it must be at m",
+            "model.layers must be an integer from 1 to 512, not 999",
         ),
         (
             "kind: gpt2\nconfig: {activation_function: gelo}",
@@ -148,7 +151,7 @@ def test_every_preset_is_a_model(name: str) -> None:
             "kind: gpt2\nconfig: {model_type: bert}",
             "model.config.model_type: 'bert' is not the job's kind gpt2; correct either",
         ),
-        ("config: {n_layer: 3}", "job.yaml:5: model.kind: is missing; use kind gpt2, llama, bert"),
+        ("config: {n_layer: 3}", "job.yaml:4: model.kind: is missing; use kind gpt2, llama, bert"),
         ("config: {model_type: t5}", "model.config: model_type 't5' cannot be trained; use kind"),
         ("config: [1]", "model.config must be a mapping of keys or the path of a config.json, not"),
         ("config: c.json", "model.config: c.json cannot be read here; give the config's keys"),

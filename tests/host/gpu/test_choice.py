@@ -12,7 +12,6 @@ from oobleck.host.gpu.choice import (
     interface_address,
     near_cpus,
     network_environment,
-    numa_node,
 )
 
 BUS = "0000:3b:00.0"
@@ -24,7 +23,6 @@ def root(tmp_path: Path) -> Path:
     """A /sys of a host with one GPU and one adapter of two ports."""
     for path, text in {
         f"bus/pci/devices/{BUS}/local_cpulist": "0-2,8,10-11\n",
-        f"bus/pci/devices/{BUS}/numa_node": "1\n",
         "module/nvidia/version": "570.86.15\n",
         "class/infiniband/mlx5_0/ports/1/state": "4: ACTIVE\n",
     }.items():
@@ -81,16 +79,12 @@ def test_two_names_of_one_gpu_are_refused() -> None:
 
 def test_the_kernel_says_which_cpus_are_near(root: Path) -> None:
     assert near_cpus(BUS, root) == (0, 1, 2, 8, 10, 11)
-    assert numa_node(BUS, root) == 1
     assert driver_version(root) == "570.86.15"
 
 
 def test_where_it_does_not_any_will_do(root: Path) -> None:
-    (root / f"bus/pci/devices/{BUS}/numa_node").write_text("-1\n")
-    assert numa_node(BUS, root) is None
     for bus in ("0000:af:00.0", "", "../../.."):
         assert near_cpus(bus, root) == ()
-        assert numa_node(bus, root) is None
     assert driver_version(root / "bus") == ""
 
 

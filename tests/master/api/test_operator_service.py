@@ -217,16 +217,8 @@ def test_who_is_refused_and_how(tmp_path: Path) -> None:
             await twin.disconnect()
 
             for oldest, newest, reason in (
-                (
-                    1,
-                    2,
-                    "speaks protocols 1 to 2 and this master protocols 3 to 4: upgrade Oobleck on",
-                ),
-                (
-                    7,
-                    9,
-                    "speaks protocols 7 to 9 and this master protocols 3 to 4: upgrade the master",
-                ),
+                (0, 0, "speaks protocol 0 and this master protocol 1: upgrade Oobleck on"),
+                (7, 9, "speaks protocols 7 to 9 and this master protocol 1: upgrade the master"),
             ):
                 apart = FakeAgent("n2", newest_protocol=newest)
                 apart.protocol = oldest

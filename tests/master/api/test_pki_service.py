@@ -10,7 +10,6 @@ import grpc
 import pytest
 
 from oobleck.cli.cluster import authority
-from oobleck.core.codec import decode
 from oobleck.core.ids import JobId, NodeName
 from oobleck.host.detection import DETECTIONS
 from oobleck.host.security import pki
@@ -104,16 +103,6 @@ def test_a_clock_that_was_put_back_leaves_nobody_in() -> None:
             check_caller(trust, n1, unix)
     joined(trust, "of-n1-again", "n1", 1001.0)
     assert not is_revoked(trust, ("agent", "n1"))
-
-
-def test_a_journal_that_does_not_say_who_made_a_token_is_read() -> None:
-    text = b'{"type":"TokenCreated","fingerprint":"f","role":"agent","name":"","expires_at":1e9}'
-    trust = Trust()
-    event = decode(TrustChanged, text)
-    assert isinstance(event, TokenCreated)
-    apply(trust, event, 1.0)
-    joined(trust, "f", "n1", 2.0)
-    assert trust.given["agent", "n1"].by is None
 
 
 @pytest.mark.parametrize(("life_s", "apart_s"), [(90 * 86_400.0, 60.0), (20.0, 0.4)])

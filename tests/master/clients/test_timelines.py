@@ -12,6 +12,7 @@ from simulation.clockwork import VirtualLoop
 from oobleck.agent.connection.outbox import Outbox
 from oobleck.core.ids import Generation, Incarnation, JobId, NodeName
 from oobleck.core.messages import Recording, Rendezvous, Span
+from oobleck.host.versions import ENGINE
 from oobleck.master.clients.outbox import AgentSession
 from oobleck.master.clients.timelines import NoTimeline, Timelines, round_trip
 from oobleck.master.events.jobs import PlanMade
@@ -48,6 +49,7 @@ def running_job() -> Job:
         can_lose=0,
         worker_slots=2,
         detect_s=0.0,
+        engine=ENGINE,
     )
     job.seen.steps.recent.append(record(7, 1, 0.0))
     return job

@@ -103,7 +103,7 @@ def admitted(state: ClusterState, asked: Registration) -> tuple[object, ...]:
         ("demo-1", told(history="22" * 8), True),  # another one, of that name
         ("other-1", told(sequence=9), True),  # submitted after what this journal has
         ("other-1", told(sequence=2), False),  # it ended, and was forgotten
-        ("other-1", None, False),  # an agent of the release before
+        ("other-1", None, False),  # it was told of by nobody
         ("demo-1", told(sequence=9), False),
     ],
 )

@@ -11,7 +11,7 @@ from oobleck.core.profile import Profile
 from oobleck.master.rules import pace
 from oobleck.master.rules.pace import _sample, slowness_of
 from oobleck.master.state.pace import Reading, Round
-from oobleck.planner.cost.computing import computing_by_layer_s, computing_s
+from oobleck.planner.cost.computing import computing_by_layer_s
 from support.plans import plan_of_cuts, worker
 from support.profiles import profile_of
 from support.scenario import Player
@@ -34,6 +34,12 @@ def took(slower: dict[WorkerId, float], wrong: dict[int, float]) -> dict[WorkerI
     }
 
 
+def in_a_step_s(plan: Plan, profile: Profile) -> dict[WorkerId, float]:
+    """Seconds that each worker computes in a step of the plan."""
+    found = computing_by_layer_s(plan, profile)
+    return {worker: sum(layers.values()) for worker, layers in found.items()}
+
+
 @pytest.mark.parametrize("slow", [A, B, C, D])
 def test_the_one_that_is_slow(slow: WorkerId) -> None:
     found = slowness_of(took({slow: 2.0}, {}), CUT)
@@ -51,7 +57,7 @@ def test_who_is_faster_than_all_others_makes_nobody_slow() -> None:
     """Nor those who compute the same layers."""
     for pipelines, speed in ((2, 1.5), (3, 2.0), (4, 3.0)):
         plan, profile = plan_of_cuts(*[([4, 4, 4, 4], 8)] * pipelines), profile_of([1.0] * 16)
-        step_s = {**computing_s(plan, profile)}
+        step_s = in_a_step_s(plan, profile)
         step_s[worker(0)] /= speed
         found = slowness_of(step_s, computing_by_layer_s(plan, profile))
         assert found.pop(worker(0)) == pytest.approx(1 / speed)
@@ -65,7 +71,7 @@ def test_a_head_that_is_profiled_wrong_makes_nobody_slow_in_these_cuts(
 ) -> None:
     """It takes 2 s."""
     plan = plan_of_cuts(*[(cut, 8) for cut in cuts])
-    real = computing_s(plan, profile_of([1.0] * 13 + [2.0]))
+    real = in_a_step_s(plan, profile_of([1.0] * 13 + [2.0]))
     profiled = computing_by_layer_s(plan, profile_of([1.0] * 13 + [head_s]))
     assert max(slowness_of(real, profiled).values()) < 1.2
 

@@ -160,7 +160,7 @@ def test_it_ends_where_another_job_has_its_turn(state: ClusterState) -> None:
 def test_it_goes_on_with_another_master_and_until_the_last_worker_is_well(
     state: ClusterState,
 ) -> None:
-    assert happen(state, MasterStarted()) == []
+    assert happen(state, MasterStarted(start="00000001")) == []
     assert happen(state, rate(state, N2_0, 0.8)) == []
     assert happen(state, rate(state, N1_0, 0.25)) == []
     assert happen(state, rate(state, N1_0, 1.0), NOW + 1) == []

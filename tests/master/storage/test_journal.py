@@ -9,7 +9,6 @@ import resource
 import shutil
 import stat
 import zlib
-from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -302,36 +301,6 @@ def test_a_state_comes_back_from_its_snapshot_with_all_who_are_trusted() -> None
     assert given == {"demo-1": 7}
     with pytest.raises(ValueError, match="that this release does not know"):
         snapshots.restore("bm90aGluZw==", 0.0)
-
-
-@pytest.mark.parametrize(
-    "groups", [("saves", "lineage", "rollback", "profiling", "current"), ("current",)]
-)
-def test_a_snapshot_with_fields_of_a_job_by_themselves_is_read_too(groups: Sequence[str]) -> None:
-    player = Player()
-    player.play(SCENARIO.read_text())
-    job = player.state.jobs[JobId("demo-1")]
-    job.saves.requested, job.rollback.resumed_step = 3, 2
-    packed = zlib.decompress(base64.b64decode(snapshots.take(player.state, {})))
-    text = msgspec.msgpack.decode(packed, type=dict[str, msgspec.Raw])
-    jobs = msgspec.msgpack.decode(text["jobs"], type=dict[str, dict[str, msgspec.Raw]])
-    names = {"under_way": "measuring", "chosen": "profile", "answered": "save_answered"}
-    names |= {"numbers": "save_numbers", "failure": "save_failure", "known": "known_reports"}
-    names |= {"requested": "save_request"}
-    for parts in jobs.values():
-        for group in groups:
-            inside = msgspec.msgpack.decode(parts.pop(group), type=dict[str, msgspec.Raw])
-            inside.pop("base", None)  # no plan was re-routed then
-            inside.pop("trained_base", None)
-            inside.pop("checkpoint_at", None)  # and nobody kept that
-            for name, value in inside.items():
-                parts[names.get(name, name)] = value
-        parts["stepped"] = msgspec.Raw(b"\x01")  # it follows from the plan that was trained
-    text["jobs"] = msgspec.Raw(msgspec.msgpack.encode(jobs))
-    content = base64.b64encode(zlib.compress(msgspec.msgpack.encode(text))).decode()
-    restored, _ = snapshots.restore(content, 0.0)
-    assert restored.jobs[job.id].lineage.plans
-    assert durable(restored) == durable(player.state)
 
 
 def test_a_field_that_a_part_of_a_job_lacks_is_of_another_version() -> None:

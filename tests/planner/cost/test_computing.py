@@ -7,14 +7,14 @@ import pytest
 from oobleck.core.ids import Generation, NodeName, WorkerId
 from oobleck.core.plan import Plan
 from oobleck.core.routes import Hold, Hop, Route
-from oobleck.planner.cost.computing import computing_by_layer_s, computing_s
+from oobleck.planner.cost.computing import computing_by_layer_s
 from support.profiles import profile_of
 
 
 def test_a_worker_computes_all_hops_of_all_its_microbatches() -> None:
     a, b, c, d = (WorkerId(NodeName(name), 0) for name in "abcd")
     b1 = WorkerId(NodeName("b"), 1)
-    profile = profile_of([1.0, 2.0, 4.0], gpus=(1, 2), gpus_per_node=2)
+    profile = replace(profile_of([1.0, 2.0, 4.0], gpus=(1, 2), gpus_per_node=2), microbatch=2)
     plan = Plan(
         generation=Generation(1),
         holds=(
@@ -47,7 +47,8 @@ def test_a_worker_computes_all_hops_of_all_its_microbatches() -> None:
             profile.layers[i].forward_s[gpus] + profile.layers[i].backward_s[gpus] for i in layers
         )
 
-    assert computing_s(plan, profile) == pytest.approx(
+    found = computing_by_layer_s(plan, profile)
+    assert {worker: sum(layers.values()) for worker, layers in found.items()} == pytest.approx(
         {
             a: 3 * taken_s(1, 0, 1, 2) + 2 * taken_s(1, 2),
             b: 7 * taken_s(2, 0, 1),
@@ -56,7 +57,7 @@ def test_a_worker_computes_all_hops_of_all_its_microbatches() -> None:
             d: 0.0,
         }
     )
-    assert list(computing_s(plan, profile)) == sorted([a, b, b1, c, d])
+    assert list(found) == sorted([a, b, b1, c, d])
 
 
 def test_what_a_worker_computes_by_layer_follows_its_rows() -> None:
@@ -69,9 +70,9 @@ def test_what_a_worker_computes_by_layer_follows_its_rows() -> None:
         routes=(Route(hops=(Hop(first_layer=0, last_layer=1, workers=(a, b)),), microbatches=4),),
     )
     found = computing_by_layer_s(plan, profile)
-    whole = computing_s(plan, profile)
-    assert sum(found[a].values()) == pytest.approx(whole[a] * 2 / 3)
-    assert sum(found[b].values()) == pytest.approx(whole[b] * 4 / 3)
+    whole = 4 * sum(layer.forward_s[2] + layer.backward_s[2] for layer in profile.layers)
+    assert sum(found[a].values()) == pytest.approx(whole * 2 / 3)
+    assert sum(found[b].values()) == pytest.approx(whole * 4 / 3)
     assert found[a][1] == pytest.approx(2 * found[a][0])
 
 

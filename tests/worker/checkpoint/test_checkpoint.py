@@ -32,10 +32,10 @@ from oobleck.core.plan import Plan
 from oobleck.host.storage.checkpoints import list_checkpoints, verify
 from oobleck.host.storage.folder import LocalFolder
 from oobleck.worker.checkpoint.location import check_place
-from oobleck.worker.checkpoint.output import read_output
 from oobleck.worker.runtime.errors import JobError
 from support.director import Director, WarmWorkers, make_plan
 from support.folders import TEXT
+from support.outputs import read_output
 from support.reference import ReferenceRun, assert_same_weights, train_reference
 from support.rerouted import held, rerouted, wait_lost, with_holds
 

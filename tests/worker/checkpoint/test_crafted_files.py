@@ -29,7 +29,6 @@ from oobleck.core.checkpoint import (
 from oobleck.core.errors import InvalidJob
 from oobleck.core.job.file import parse_job
 from oobleck.core.job.model import ModelSpec
-from oobleck.core.job.model_file import family_model
 from oobleck.core.job.optimization import OptimizerSpec
 from oobleck.core.job.spec import DataSpec, TrainingSpec
 from oobleck.host.data.documents import read_documents
@@ -49,6 +48,7 @@ from oobleck.worker.data.dataset import Corpus
 from oobleck.worker.runtime.records import describe_file, read_lines
 from oobleck.worker.state.layer_file import pack, unpack
 from oobleck.worker.state.layout import layout
+from support.families import family_model
 from support.recorded import recorded
 
 pytestmark = pytest.mark.timeout(60)

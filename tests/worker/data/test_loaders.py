@@ -16,6 +16,7 @@ import psutil
 import pytest
 import torch
 
+from oobleck.core.codec import decode
 from oobleck.core.job.code import NO_ARGUMENTS, Code, Json
 from oobleck.core.job.spec import DataSpec, EvaluationSpec, JobSpec, TrainingSpec
 from oobleck.host.data.token_file import DataError
@@ -205,8 +206,8 @@ def test_no_process_is_left_of_a_worker_that_was_killed(source: Code) -> None:
 def test_only_a_data_set_of_ones_own_has_processes() -> None:
     with pytest.raises(ValueError, match=r"^workers: .*text and tokens need none"):
         DataSpec(text=("x",), workers=2)
-    with pytest.raises(ValueError, match=r"^workers: -1 is too small"):
-        DataSpec(python="mine:data", workers=-1)
+    with pytest.raises(ValueError, match=r"`int` >= 0 - at `\$\.workers`"):
+        decode(DataSpec, '{"python": "mine:data", "workers": -1}')
 
 
 def test_data_that_is_gone_is_this_nodes_error(tmp_path: Path, source: Code) -> None:

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from oobleck.core.job.model import ModelSpec
-from oobleck.core.job.model_file import family_model
 from oobleck.worker.data.objective import IGNORED, inputs_and_targets, loss
 from oobleck.worker.profiling.footprint import peak_bytes
 from oobleck.worker.runtime.random import RowKeys
+from support.families import family_model
 from support.reference import loss as plain_loss
 
 MASK = 299

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from oobleck.core.job.file import parse_job
-from oobleck.core.job.own import OwnModelSpec
+from oobleck.core.job.model import OwnModelSpec
 from oobleck.core.job.spec import JobSpec
 from oobleck.worker.describe import look_at
 from oobleck.worker.runtime import code

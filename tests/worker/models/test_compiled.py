@@ -12,7 +12,7 @@ import torch._inductor.config
 from oobleck.core.job.code import Json
 from oobleck.core.job.description import Description, read_description
 from oobleck.core.job.file import parse_job
-from oobleck.core.job.own import OwnModelSpec
+from oobleck.core.job.model import OwnModelSpec
 from oobleck.core.job.spec import EvaluationSpec, JobSpec
 from oobleck.worker.data.own import OwnDataset
 from oobleck.worker.describe import look_at

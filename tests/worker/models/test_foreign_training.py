@@ -11,10 +11,10 @@ from oobleck.core.job.optimization import OptimizerSpec
 from oobleck.core.job.spec import DataSpec, EvaluationSpec, JobSpec, TrainingSpec
 from oobleck.core.messages import FaultRule
 from oobleck.core.schedules import Schedule
-from oobleck.worker.checkpoint.output import read_output
 from support import foreign
 from support.director import Director, WarmWorkers, make_plan
 from support.folders import TEXT
+from support.outputs import read_output
 from support.reference import ReferenceRun, assert_same_weights, train_reference
 
 BYTES = {"vocab_size": 256}

@@ -8,7 +8,7 @@ import pytest
 
 from oobleck.core.job.code import Json
 from oobleck.core.job.description import read_description
-from oobleck.core.job.own import OwnModelSpec
+from oobleck.core.job.model import OwnModelSpec
 from oobleck.core.job.spec import DataSpec, JobSpec, TrainingSpec
 from oobleck.worker.describe import look_at
 from oobleck.worker.models import own

@@ -15,7 +15,7 @@ import transformers
 from transformers.loss.loss_utils import ForSequenceClassificationLoss
 from transformers.models.llama import modeling_llama
 
-from oobleck.core.job.own import OwnModelSpec
+from oobleck.core.job.model import OwnModelSpec
 from oobleck.data import shifted
 from oobleck.worker.models.huggingface import balancing, pretrained
 from oobleck.worker.models.huggingface.architecture import (

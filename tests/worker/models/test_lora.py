@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from oobleck.core.job.file import format_job, parse_job
 from oobleck.core.job.lora import LoraSpec
-from oobleck.core.job.own import OwnModelSpec
+from oobleck.core.job.model import OwnModelSpec
 from oobleck.core.job.spec import JobSpec
 from oobleck.host.storage.export import export
 from oobleck.host.storage.weight_files import WeightsError
@@ -271,7 +271,7 @@ def test_a_job_file_has_the_keys_of_peft() -> None:
     ("old", "new", "why"),
     [
         ("  weights: /base\n", "", "job file:6: model.lora: adapts a trained model; give its dir"),
-        ("r: 2", "r: 0", "job file:7: model.lora.r: 0 is too small; it must be at least 1"),
+        ("r: 2", "r: 0", "job file:7: model.lora.r must be an integer from 1 to 65536, not 0"),
         ("r: 2", "alpha: 2", "unknown key 'alpha' in model.lora; did you mean 'lora_alpha'"),
         (
             "target_modules: [q_proj], ",
@@ -279,7 +279,7 @@ def test_a_job_file_has_the_keys_of_peft() -> None:
             "model.lora: target_modules names no linear layer of the model",
         ),
         ("architecture: Qwen3ForCausalLM\n  weights: /base", "python: a:b", "leave it out"),
-        ("r: 2", "lora_dropout: 1.0", "lora_dropout: 1.0 is not in"),
+        ("r: 2", "lora_dropout: 1.0", "lora_dropout must be a number from 0 to below 1, not 1.0"),
     ],
 )
 def test_a_wrong_key_is_refused_with_its_line(old: str, new: str, why: str) -> None:

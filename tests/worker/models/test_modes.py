@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import oobleck.worker.models
-from oobleck.core.job.own import OwnModelSpec
+from oobleck.core.job.model import OwnModelSpec
 from oobleck.worker.models import own, tree
 from oobleck.worker.models.huggingface.architecture import choose
 from oobleck.worker.models.huggingface.unsplit import handed, take_apart

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from oobleck.core.job.code import Json
-from oobleck.core.job.own import OwnModelSpec
+from oobleck.core.job.model import OwnModelSpec
 from oobleck.core.job.spec import DataSpec, JobSpec, TrainingSpec
 from oobleck.model import initial, same_parameters
 from oobleck.worker.models.checks.describe import describe

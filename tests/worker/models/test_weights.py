@@ -10,13 +10,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from oobleck.core.job.model import ModelSpec
-from oobleck.core.job.model_file import family_model
 from oobleck.host.storage.weight_files import WeightsError, open_weights
 from oobleck.worker.models.initial import check_weights, initialise_parameters, weight_files
 from oobleck.worker.models.registry import build_layer
 from oobleck.worker.runtime.errors import JobError, NodeError
 from oobleck.worker.runtime.random import RowKeys
 from support import foreign
+from support.families import family_model
 
 LENGTH = 12
 Edit = Callable[[Path], None]

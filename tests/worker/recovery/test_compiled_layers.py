@@ -8,7 +8,7 @@ import pytest
 
 from oobleck.core.ids import NodeName, WorkerId
 from oobleck.core.job.code import Json
-from oobleck.core.job.own import OwnModelSpec
+from oobleck.core.job.model import OwnModelSpec
 from oobleck.core.job.spec import DataSpec, EvaluationSpec, JobSpec, TrainingSpec
 from oobleck.core.messages import FaultRule
 from oobleck.worker.describe import look_at

@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from oobleck.core.ids import NodeName, WorkerId
-from oobleck.core.job.own import OwnModelSpec
+from oobleck.core.job.model import OwnModelSpec
 from oobleck.core.job.spec import DataSpec, JobSpec, OptimizerSpec, TrainingSpec
 from oobleck.core.messages import FaultRule
-from oobleck.worker.checkpoint.output import read_output
 from oobleck.worker.models.checks.describe import describe
 from oobleck.worker.runtime import code
 from support import own_models
 from support.director import Director, WarmWorkers, make_plan
 from support.folders import ROOT
+from support.outputs import read_output
 from support.plain_loop import BATCH, MICROBATCH, RATE, SEED, plain_loop
 
 SUPPORT = str(ROOT / "tests" / "support")

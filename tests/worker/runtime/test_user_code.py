@@ -15,7 +15,7 @@ import torch
 
 from oobleck.core.job.code import Code, Json
 from oobleck.core.job.file import parse_job
-from oobleck.core.job.own import OwnModelSpec
+from oobleck.core.job.model import OwnModelSpec
 from oobleck.core.job.spec import JobSpec
 from oobleck.host.ipc.marker import Marker
 from oobleck.worker.data.samples import Reader

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from oobleck.core.instructions import LayerPart
+from oobleck.core.job.model import OwnModelSpec
 from oobleck.core.job.optimization import OptimizerSpec
-from oobleck.core.job.own import OwnModelSpec
 from oobleck.core.job.spec import DataSpec
 from oobleck.worker.models.checks.describe import describe
 from oobleck.worker.runtime import code

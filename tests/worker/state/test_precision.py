@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from oobleck.core.job.spec import JobSpec
-from oobleck.worker.checkpoint.output import read_output, write_layers, write_manifest
+from oobleck.worker.checkpoint.output import write_layers, write_manifest
 from oobleck.worker.runtime.random import RowKeys
 from oobleck.worker.runtime.stopwatch import Stopwatch
 from oobleck.worker.runtime.timeline import Timeline
@@ -15,6 +15,7 @@ from oobleck.worker.step.exchange import StageExchange
 from oobleck.worker.step.stage import StageRunner
 from support import foreign
 from support.meeting import Party
+from support.outputs import read_output
 
 CPU = torch.device("cpu")
 LAYERS = range(5)

@@ -11,8 +11,8 @@ import torch
 
 from oobleck.core.instructions import LayerPart, Share
 from oobleck.core.job.code import Json
+from oobleck.core.job.model import OwnModelSpec
 from oobleck.core.job.optimization import OptimizerSpec, ScheduleSpec
-from oobleck.core.job.own import OwnModelSpec
 from oobleck.core.job.spec import DataSpec, JobSpec, TrainingSpec
 from oobleck.worker.models.checks.describe import describe
 from oobleck.worker.runtime import code

@@ -10,20 +10,20 @@ import numpy as np
 import pytest
 import torch
 
+from oobleck.core.job.model import OwnModelSpec
 from oobleck.core.job.optimization import OptimizerSpec
-from oobleck.core.job.own import OwnModelSpec
 from oobleck.core.job.spec import CheckpointSpec, DataSpec, JobSpec, TrainingSpec
 from oobleck.core.messages import FaultRule, PhaseReached
 from oobleck.core.plan import Plan
 from oobleck.host.storage.checkpoints import list_checkpoints
 from oobleck.host.storage.folder import LocalFolder
-from oobleck.worker.checkpoint.output import read_output
 from oobleck.worker.data.order import Order
 from oobleck.worker.models.checks.describe import describe
 from oobleck.worker.runtime import code
 from support import gradient_models
 from support.director import Director, WarmWorkers, make_plan, worker_named
 from support.folders import ROOT
+from support.outputs import read_output
 from support.plain_loop import BATCH, MICROBATCH, RATE, SEED, plain_loop
 
 SUPPORT = str(ROOT / "tests" / "support")

@@ -16,9 +16,9 @@ from oobleck.core.job.optimization import OptimizerSpec
 from oobleck.core.job.spec import CheckpointSpec, DataSpec, EvaluationSpec, JobSpec, TrainingSpec
 from oobleck.core.messages import CheckpointSaved, FaultRule, PhaseReached
 from oobleck.core.plan import Plan
-from oobleck.worker.checkpoint.output import read_output
 from support.director import Cut, Director, Transport, WarmWorkers, make_plan, worker_named
 from support.folders import TEXT
+from support.outputs import read_output
 from support.reference import ReferenceRun, assert_same_weights, train_reference
 
 STEPS = 5

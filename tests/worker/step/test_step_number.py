@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from oobleck.core.job.code import Json
-from oobleck.core.job.own import OwnModelSpec
+from oobleck.core.job.model import OwnModelSpec
 from oobleck.core.job.spec import DataSpec, JobSpec, TrainingSpec
 from oobleck.model import at_step, step
 from oobleck.worker.models.checks.describe import describe

@@ -13,17 +13,17 @@ import pytest
 import torch
 
 from oobleck.core.job.code import Json
+from oobleck.core.job.model import OwnModelSpec
 from oobleck.core.job.optimization import OptimizerSpec
-from oobleck.core.job.own import OwnModelSpec
 from oobleck.core.job.spec import DataSpec, EvaluationSpec, JobSpec, TrainingSpec
 from oobleck.core.messages import Committed, FaultRule, PhaseReached
 from oobleck.core.plan import Plan
-from oobleck.worker.checkpoint.output import read_output
 from oobleck.worker.models.checks.describe import describe
 from oobleck.worker.runtime import code
 from oobleck.worker.state.describe_optimizer import describe as describe_optimizer
 from support.director import Director, WarmWorkers, make_plan, worker_named
 from support.folders import ROOT
+from support.outputs import read_output
 from support.reference import assert_same_weights
 from support.rerouted import rerouted, wait_lost
 from support.weighted_loop import RATE, MakeOptimizer, Trained, adamw, train

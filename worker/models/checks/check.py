@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from oobleck.core.job.description import TreeSketch
-from oobleck.core.job.own import OwnModelSpec
+from oobleck.core.job.model import OwnModelSpec
 from oobleck.model import at_step
 from oobleck.worker.models import own
 from oobleck.worker.models.checks.layer import WAYS, LayerCheck

@@ -28,7 +28,7 @@ from oobleck.core.job.description import (
     Tie,
     TreeSketch,
 )
-from oobleck.core.job.own import MOST_LAYERS, OwnModelSpec
+from oobleck.core.job.model import MOST_LAYERS, OwnModelSpec
 from oobleck.core.job.spec import JobSpec
 from oobleck.model import at_step, same_parameters
 from oobleck.worker.models import own

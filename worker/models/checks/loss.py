@@ -4,7 +4,7 @@ not train parameters of its own, or write into its targets."""
 import torch
 from torch import Tensor
 
-from oobleck.core.job.own import OwnModelSpec
+from oobleck.core.job.model import OwnModelSpec
 from oobleck.model import at_step
 from oobleck.worker.models import own
 from oobleck.worker.models.checks.kept import changed, kept

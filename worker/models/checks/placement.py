@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from oobleck.core.job.own import OwnModelSpec
+from oobleck.core.job.model import OwnModelSpec
 from oobleck.worker.models import own
 from oobleck.worker.models.base import place_parameters
 from oobleck.worker.models.checks.rows import same

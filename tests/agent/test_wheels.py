@@ -10,16 +10,16 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from oobleck.agent.processes import code
+from oobleck.agent import wheels
 from oobleck.agent.processes.children import WorkerProcess
-from oobleck.agent.processes.code import CodeCache, NoCode
+from oobleck.agent.wheels import NoCode, WheelCache
 from oobleck.core.ids import Incarnation, JobId, NodeName, WorkerId
 from oobleck.core.job.file import parse_job
-from oobleck.core.job.own import OwnModelSpec
-from oobleck.core.job.wheel import stored_as
+from oobleck.core.job.model import OwnModelSpec
 from oobleck.core.messages import Launch, ToWorker
 from oobleck.host.ipc.channel import Channel
-from oobleck.host.wheel import Wheel
+from oobleck.host.ipc.endpoint import Endpoint
+from oobleck.host.wheel import Wheel, stored_as
 from support import loops
 from support.wheels import wheel_of
 
@@ -42,10 +42,11 @@ def launch(content: bytes = CONTENT) -> Launch:
     )
 
 
-class Master:
-    """Gives these bytes for any hash."""
+class Cache(WheelCache):
+    """A cache whose master gives these bytes for any hash."""
 
-    def __init__(self, content: bytes = CONTENT) -> None:
+    def __init__(self, folder: Path | None = None, content: bytes = CONTENT) -> None:
+        super().__init__(lambda: Endpoint(address="127.0.0.1:1"), folder)
         self.content = content
         self.asked: list[str] = []
 
@@ -55,7 +56,7 @@ class Master:
         return self.content
 
 
-def complete(cache: CodeCache, *launches: Launch) -> list[Launch]:
+def complete(cache: WheelCache, *launches: Launch) -> list[Launch]:
     async def all_at_once() -> list[Launch]:
         return await asyncio.gather(*map(cache.complete, launches))
 
@@ -63,22 +64,24 @@ def complete(cache: CodeCache, *launches: Launch) -> list[Launch]:
 
 
 def test_all_workers_of_a_node_get_one_folder_which_they_may_load_from(tmp_path: Path) -> None:
-    master, folder = Master(), tmp_path / "cache" / "code"
-    found = complete(CodeCache(master.fetch, folder), launch(), launch(), launch())
+    folder = tmp_path / "cache" / "code"
+    cache = Cache(folder)
+    found = complete(cache, launch(), launch(), launch())
     place = folder / Wheel(CONTENT).digest
-    assert master.asked == [place.name]
+    assert cache.asked == [place.name]
     assert found == [found[0]] * 3
     assert isinstance(found[0].job.model, OwnModelSpec)
     assert (found[0].job.model.path, found[0].no_code) == (str(place), "")
     assert found[0].allow_code == ("elsewhere", str(place))
     assert [path.name for path in folder.iterdir()] == [place.name], "nothing else is left there"
     # Another agent, later.
-    assert complete(CodeCache(master.fetch, folder), launch()) == found[:1]
-    assert len(master.asked) == 1
+    another = Cache(folder)
+    assert complete(another, launch()) == found[:1]
+    assert another.asked == []
 
 
 def test_a_node_that_takes_none_says_the_flag(tmp_path: Path) -> None:
-    (found,) = complete(CodeCache(None, tmp_path), launch())
+    (found,) = complete(WheelCache(None, tmp_path), launch())
     assert "start its agent with --accept-code" in found.no_code
     assert found.job == launch().job
 
@@ -93,7 +96,7 @@ def test_a_node_that_takes_none_says_the_flag(tmp_path: Path) -> None:
 def test_what_is_not_the_jobs_wheel_is_not_unpacked(
     tmp_path: Path, content: bytes, reason: str
 ) -> None:
-    (found,) = complete(CodeCache(Master(content).fetch, tmp_path / "code"), launch())
+    (found,) = complete(Cache(tmp_path / "code", content), launch())
     assert reason in found.no_code
     assert list((tmp_path / "code").iterdir()) == []
 
@@ -102,18 +105,18 @@ def test_a_folder_that_others_may_write_to_is_not_used(tmp_path: Path) -> None:
     folder = tmp_path / "code"
     folder.mkdir()
     folder.chmod(0o777)
-    (found,) = complete(CodeCache(Master().fetch, folder), launch())
+    (found,) = complete(Cache(folder), launch())
     assert "is not a folder that only the agent's user can write to" in found.no_code
     folder.rmdir()
     (tmp_path / "own").mkdir(mode=0o700)
     folder.symlink_to(tmp_path / "own")
-    (found,) = complete(CodeCache(Master().fetch, folder), launch())
+    (found,) = complete(Cache(folder), launch())
     assert "is not a folder" in found.no_code
 
 
 def test_why_there_is_no_folder_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    (found,) = complete(CodeCache(Master().fetch, tmp_path / "file" / "code"), launch())
+    (found,) = complete(Cache(tmp_path / "file" / "code"), launch())
     assert found.no_code.startswith(f"code: {tmp_path}/file")
 
 
@@ -124,26 +127,27 @@ def test_an_agent_without_a_home_says_so(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.delenv("HOME")
     monkeypatch.setattr(pwd, "getpwuid", unknown)
     monkeypatch.chdir(tmp_path)
-    (found,) = complete(CodeCache(Master().fetch), launch())
+    (found,) = complete(Cache(), launch())
     assert found.no_code.startswith("code: ~/.cache/oobleck/code: this process's user has no home")
     assert not list(tmp_path.iterdir()), "no folder called ~"
 
 
 def test_what_the_master_says_is_the_reason(tmp_path: Path) -> None:
-    async def fetch(digest: str) -> bytes:
-        raise NoCode("code: the master has no such wheel")
+    class Without(Cache):
+        async def fetch(self, digest: str) -> bytes:
+            raise NoCode("code: the master has no such wheel")
 
-    (found,) = complete(CodeCache(fetch, tmp_path / "code"), launch())
+    (found,) = complete(Without(tmp_path / "code"), launch())
     assert found.no_code == "code: the master has no such wheel"
 
 
 def test_the_wheels_that_were_used_last_stay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(code, "_MOST_KEPT", 2)
+    monkeypatch.setattr(wheels, "_MOST_KEPT", 2)
     for number in range(4):
         content = wheel_of({"mine.py": f"A = {number}\n"})
-        cache = CodeCache(Master(content).fetch, tmp_path / "code")
+        cache = Cache(tmp_path / "code", content)
         (found,) = complete(cache, launch(content))
         assert found.no_code == ""
         assert (tmp_path / "code" / Wheel(content).digest / "mine.py").is_file()
