@@ -1,8 +1,8 @@
 """Configuration of one agent, built once in `__main__`, and its workers' environment.
 
 Workers get the variables that they are known to need, and those that the operator names. Jobs run
-code and print what they like, so a secret in the environment of an agent, such as another
-program's, must not reach them.
+any code and may print anything. So a secret in an agent's environment, such as another program's,
+must not reach them.
 """
 
 import re
@@ -74,12 +74,12 @@ def passed_on(environment: Mapping[str, str], more: Iterable[str] = ()) -> dict[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentConfig:
-    #: host:port of the master; of several heads, with commas between them.
+    #: host:port of the master; for several heads, with commas between them.
     master: str
     name: NodeName
     hostname: str
     worker_slots: int
-    #: Of the workers, slot by slot in turn; none: they compute on CPUs.
+    #: The workers' GPUs, slot by slot in turn; none: they compute on CPUs.
     gpus: tuple[Gpu, ...]
     #: Address that other nodes reach this one's workers by; None: the one that reaches the master.
     address: str | None
@@ -89,14 +89,14 @@ class AgentConfig:
     #: Starts the process that workers are forked from, with this environment.
     warm_command: tuple[str, ...]
     environment: Mapping[str, str]
-    #: Prints samples of the GPUs; none: what reads NVML.
+    #: Command that prints samples of the GPUs; none: the reader of NVML.
     watch_command: tuple[str, ...] = ()
     versions: Versions = field(default_factory=Versions)
     #: Packages and directories whose functions jobs may load; *: any.
     allow_code: tuple[str, ...] = ()
     #: Jobs may bring code of their own.
     accept_code: bool = False
-    #: How long the work may take to move off when the agent is told to end.
+    #: Longest time for the work to move off before the agent ends.
     drain_grace_s: float = DRAIN_GRACE_S
 
     def __post_init__(self) -> None:
@@ -126,7 +126,7 @@ class AgentConfig:
 
     @property
     def device_kind(self) -> str:
-        """Name of what one worker computes on."""
+        """Name of the device that one worker computes on."""
         return device_kind(self.gpus, self.worker_slots, self.environment)
 
     def gpu_of(self, slot: int) -> Gpu | None:

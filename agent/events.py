@@ -1,7 +1,7 @@
-"""Events and actions of an agent: messages of the master, observations, and what is done.
+"""Events and actions of an agent: messages of the master, observations, and effects.
 
-Events change what an agent knows; an action that is done is an event too. Only `Assigned`, `Leave`
-and `ShutDown` change what is desired. Must not know what an event changes.
+Events change what an agent knows; a completed action is an event too. Only `Assigned`, `Leave` and
+`ShutDown` change the desired state. Must not know what an event changes.
 """
 
 from dataclasses import dataclass
@@ -33,15 +33,15 @@ class ForkWorker:
     slot: int
     job_id: JobId
     job: JobSpec
-    #: One of the slot was ready for this job before.
+    #: An earlier process of the slot was ready for this job.
     passed: bool
-    #: When it is ready at the latest; later by as long as the job's code is fetched.
+    #: Latest time for it to be ready, extended by the time that fetching the job's code takes.
     ready_by: float
-    #: One of the slot has asked for its replacement.
+    #: An earlier process of the slot has asked for its replacement.
     replaced: bool = False
-    #: Scripted ones that it shall have.
+    #: Scripted faults of this worker.
     faults: tuple[FaultRule, ...] = ()
-    #: For so long another worker's host may be silent.
+    #: How long another worker's host may be silent.
     silence_s: float
 
 
@@ -67,7 +67,7 @@ class SendSave:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendAcknowledged:
-    """Action to tell a worker which records the master has on its disk."""
+    """Action to send a worker the acknowledgement of records on the master's disk."""
 
     incarnation: Incarnation
     acknowledged: Acknowledged
@@ -89,7 +89,7 @@ class KillWorker:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class End:
-    """Action to end the agent: it was told to, and the time for it has come."""
+    """Action to end the agent, at the time for it."""
 
     reason: str
 
@@ -146,7 +146,7 @@ class Assigned:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordsStored:
-    """Event: the master has these records of the job's steps, and its evaluations, on its disk."""
+    """Event: the master has these step records and evaluations of the job on its disk."""
 
     job_id: JobId
     acknowledged: Acknowledged
@@ -210,10 +210,10 @@ class WarmReady:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmExited:
-    """Event: the warm process is gone, and its workers with it (their own exits come
-    separately)."""
+    """Event: the warm process and its workers are gone. The workers' exits are events of their
+    own."""
 
-    #: Its end, and its last words.
+    #: How it ended, and its last line of output.
     how: str = ""
 
 
@@ -262,11 +262,11 @@ class ChannelClosed:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerExited:
     incarnation: Incarnation
-    #: How; None: there never was a process.
+    #: How it ended; None: there never was a process.
     end: types.WorkerExited | None = None
 
 
-#: About one worker.
+#: Events about one worker.
 WorkerEvent = (
     WorkerForked
     | CodeFetched

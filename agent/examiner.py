@@ -1,8 +1,8 @@
 """Agent's part in `oobleck doctor`: forwards the master's orders to a process that examines the
 host, and its answers back.
 
-The process does all that may hang or take time; only the clock is read here, at once. Must not know
-what is examined, nor streams.
+The process does everything that may hang or take time. Only the clock is read here, at once. Must
+not know what is examined, nor streams.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 #: Orders that wait; a master has one examination at a time, and few orders of it.
 _MOST_WAITING = 16
-#: Of the workers' environment: what says by which way NCCL and Gloo talk, and how.
+#: Prefixes of variables that say how NCCL and Gloo communicate.
 _TOLD = ("NCCL_", "GLOO_", "TORCH_NCCL_", "CUDA_")
 #: Links of a worker that a cluster of a few dozen nodes has.
 _LINKS_EACH = 64
@@ -38,12 +38,13 @@ class Examiner:
         answer: Callable[[int, Answer], None],
         credentials: Path | None,
     ) -> None:
-        """`answer`: tells the master; `credentials`: this node's folder, which its agent renews."""
+        """Prepare to examine this host. `answer` sends to the master; `credentials`: this node's
+        folder, which its agent renews."""
         self._config = config
         self._unix = environment.unix
         self._answer = answer
         self._credentials = credentials
-        #: By which others reach this node's workers; empty: not known yet.
+        #: Address by which others reach this node's workers; empty: not known yet.
         self._address = config.address or ""
         self._doctor = Doctor(self._about, config.environment)
         self._orders: asyncio.Queue[tuple[int, Order]] = asyncio.Queue(_MOST_WAITING)

@@ -1,7 +1,7 @@
 """GPUs of this node: those for its workers, with CPUs and memory, and the watch over NVML.
 
 A process reads NVML for the agent (`oobleck.host.gpu.nvml`) and is restarted when it ends. A sick
-driver may hold it for ever; the agent goes on, and says so. Must not know what samples mean.
+driver may hold it for ever; the agent continues, and says so. Must not know what samples mean.
 """
 
 import asyncio
@@ -30,9 +30,9 @@ from oobleck.planner.profile.memory import gpu_reserve_bytes
 
 #: A worker computes in one thread, and NCCL's own keep about one more CPU busy.
 _CPUS_PER_WORKER = 2
-#: From sample to sample.
+#: Interval between samples.
 _EVERY_S = 10.0
-#: Without a sample for so long the driver hangs; the first one waits for the libraries too.
+#: Silence after which the driver counts as hung; the first sample waits for the libraries too.
 _SILENCE_S = 60.0
 _AGAIN_S = 30.0
 _END_S = 1.0
@@ -42,9 +42,8 @@ _MOST_BYTES = 1 << 20
 def find(
     environment: Mapping[str, str], option: str | None, workers: int | None, *, shared: bool
 ) -> GpuReport:
-    """Find the GPUs that this node's workers use. `option`: --gpus; `workers`: how many there are
-    to be, None: as many as --gpus names, or one; `shared`: others may compute on them. Raises
-    ValueError."""
+    """Find the GPUs that this node's workers use. `option`: --gpus; `workers`: their number; None:
+    as many as --gpus names, or one. `shared`: others may compute on them. Raises ValueError."""
     report = find_gpus(environment, chosen_gpus(option, environment))
     check_distinct(report.gpus, option)
     if workers is None:
@@ -79,8 +78,8 @@ def versions(report: GpuReport) -> Versions:
 
 
 def default_memory(workers: int, gpus: Sequence[Gpu]) -> int:
-    """Return the bytes for each of `workers`: a share of the host's RAM, or what is left of the
-    smallest GPU beside what CUDA and NCCL take."""
+    """Return the bytes for each of `workers`. On CPUs that is a share of the host's RAM. On GPUs it
+    is a share of the smallest GPU, less the memory that CUDA and NCCL take."""
     if not gpus:
         return total_memory() // max(1, workers)
     share = min(gpu.memory_bytes for gpu in gpus) // max(1, -(-workers // len(gpus)))
@@ -95,8 +94,8 @@ async def watch(
     tell: Callable[[Sample], None],
     command: Sequence[str] = (),
 ) -> None:
-    """Tell each sample, and why no more come, until cancelled, or until it is clear that this host
-    has none to be had. `command`: what prints samples; none: the reader of NVML."""
+    """Report each sample, and why no more come. Return when cancelled, or when this host can give
+    none. `command` prints samples; none: the reader of NVML."""
     command = command or [*with_parent(READER), str(_EVERY_S)]
     while True:
         try:
@@ -118,13 +117,13 @@ async def watch(
                 logger.warning("the health of GPUs is not watched", extra={"reason": last.problem})
                 return
             tell(last)
-            # One that the driver holds does not end; another one would be held as well.
+            # A process that the driver holds does not end, and another one would be held as well.
             await process.communicate()
         await asyncio.sleep(_AGAIN_S)
 
 
 async def _listen(process: asyncio.subprocess.Process, tell: Callable[[Sample], None]) -> Sample:
-    """Tell each sample of GPUs; returns the one that says why no more come."""
+    """Report each sample of GPUs, and return the one that says why no more come."""
     assert process.stdout is not None
     try:
         while True:

@@ -10,25 +10,25 @@ from dataclasses import dataclass, field
 from oobleck.host.gpu.health import LOOK, hindrance, troubles
 from oobleck.host.gpu.sample import GpuSample, Sample, Xid
 
-#: Of a text in the node's status.
+#: Longest text in the node's status.
 _MOST = 1000
-#: Errors that are remembered; the rest is more of the same.
+#: Most errors that are remembered; further ones are repetitions.
 _MOST_XIDS = 64
 
 
 @dataclass(slots=True)
 class GpuHealth:
-    #: Where the GPUs are, slot by slot in turn; none: workers compute on CPUs.
+    #: Places of the GPUs, slot by slot in turn; none: workers compute on CPUs.
     places: Sequence[str] = ()
-    #: Of each of these places the last ones.
+    #: The last samples of each of these places.
     _samples: dict[str, deque[GpuSample]] = field(default_factory=dict)
-    #: All that the driver has reported of them since the agent began, oldest first.
+    #: All errors that the driver has reported of them since the agent began, oldest first.
     _xids: list[Xid] = field(default_factory=list)
     #: How often each was reported, by place and code.
     xid_counts: Counter[tuple[str, int]] = field(default_factory=Counter)
-    #: Of the newest sample that had one.
+    #: Driver version of the newest sample that had one.
     driver: str = ""
-    #: Why nothing is known now; empty: it is.
+    #: Why the GPUs' state is unknown now; empty: it is known.
     _problem: str = ""
 
     def take(self, sample: Sample) -> None:
@@ -75,8 +75,8 @@ class GpuHealth:
         return _as_lines(sick), "; ".join(rest)[:_MOST]
 
     def hindrance(self, slot: int, own: Collection[int]) -> str:
-        """Return what slows the worker of that slot; empty if nothing shows. `own`: processes of
-        this node's workers."""
+        """Return what slows the worker of the slot; empty if nothing does. `own`: processes of this
+        node's workers."""
         if not self.places:
             return ""
         samples = self._samples.get(self.places[slot % len(self.places)], ())

@@ -1,8 +1,8 @@
 """Metrics of an agent: its workers, their GPUs, and its host.
 
-The supervisor reads those of workers and GPUs from what it knows. `read_slowly` reads those of the
-host, where a disk may take its time, so it is not for the event loop. Must not know how they are
-shown, nor what is done about a sick GPU.
+The supervisor reads those of workers and GPUs from its state. `read_slowly` reads those of the
+host; a disk may be slow, so it must not run in the event loop. Must not know how they are shown,
+nor how a sick GPU is handled.
 """
 
 import contextlib
@@ -205,7 +205,7 @@ def _processes(workers: Iterable[WorkerState]) -> Iterator[Reading]:
     yield Reading(PROCESSOR, processor)
 
 
-#: What of a sample is a number of its own, as the family has it.
+#: Numbers of a sample that have a family each.
 _NUMBERS: tuple[tuple[Family, Callable[[GpuSample], float | None]], ...] = (
     (TEMPERATURE, lambda board: board.temperature_c),
     (POWER, lambda board: board.power_w),
@@ -228,7 +228,7 @@ def read_gpus(health: GpuHealth) -> Iterator[Reading]:
     yield Reading(READABLE, {(bus,): float(bus in known and health.watched) for bus in watched})
     sick = health.sick_places()
     yield Reading(SICK, {(bus,): float(bus in sick) for bus in boards})
-    # What changes all the time means nothing once it is old.
+    # Values that change all the time mean nothing once they are old.
     live = known if health.watched else {}
     for family, number in _NUMBERS:
         told = {bus: number(board) for bus, board in live.items()}
@@ -294,9 +294,9 @@ def _network() -> Iterator[Reading]:
 
 def _file_systems() -> Iterator[Reading]:
     sizes, free = {}, {}
-    # What cannot be written never fills up: images of packages and CDs are full.
+    # Skip read-only file systems, such as images of packages and CDs: they are always full.
     parts = (part for part in psutil.disk_partitions() if "ro" not in part.opts.split(","))
-    # A container sees one disk at many places; the first one tells as much as all.
+    # A container sees one disk at many places; the first one is enough.
     mounts = {part.device: part.mountpoint for part in reversed([*parts])}
     for mount in sorted(mounts.values()):
         try:

@@ -1,20 +1,20 @@
 """Decision on the difference between the desired and the observed state.
 
-Pure and level-triggered: the same state gives the same actions, however it came about, and an
-action whose effect has been noted (as an event) is not decided again.
+Pure and level-triggered: the same state gives the same actions, whatever its history. An action
+whose effect has been noted (as an event) is not decided again.
 
 Hung workers are found here too. The agent asks every worker for a heartbeat; a thread of the
 worker's own answers with what the training thread is doing (`Alive`). A worker that waits for
-others is not blamed: the agent of the worker that hangs finds that one.
+others is not blamed: the agent of the hung worker finds it.
 
 1. A process that does not answer is stopped, or all of it hangs.
 2. A training thread that is busy with one thing for too long, and does not wait for another
    process, hangs. The limit follows from the steps that this node has seen. It is longer for
    reading and writing files, and for a process's first step, in which libraries compile.
-3. A worker that was told to leave its generation has no reason to wait for another one.
+3. A worker that has been ordered to leave its generation has no reason to wait for another one.
 
 A worker that hangs is killed, and counts as lost like any other. Only if it alone has a part of the
-model, its limit is at least the job's own (`fruitless_s`): a stopped process may go on. Times are
+model, its limit is at least the job's own (`fruitless_s`): a stopped process may resume. Times are
 arguments; an agent that was paused itself has moved all of them on (`Paused`).
 """
 
@@ -50,21 +50,22 @@ from oobleck.core.plan import Plan
 from oobleck.core.routes import require_holders
 from oobleck.host.detection import Detection, patience_s
 
-#: What the kernel says of a process that a signal has stopped, or a debugger holds.
+#: The kernel's letters for a process that a signal has stopped, that a debugger holds, or that
+#: waits in the kernel.
 STOPPED, TRACED, IN_KERNEL = "T", "t", "D"
 #: From Stop to SIGKILL.
 STOP_GRACE_S = 2.0
 #: From a closed channel to SIGKILL, for a worker that does not end by itself.
 CLOSED_GRACE_S = 1.0
-#: The warm process answers a fork in milliseconds, the first of a job whose model needs further
-#: libraries in seconds, on a slow, busy machine many; one that does not in this time is stuck.
+#: A warm process answers a fork in milliseconds. The first one of a job whose model needs further
+#: libraries takes seconds, or many on a busy machine. After this time it is stuck.
 FORK_TIMEOUT_S = 60.0
 #: Importing the libraries on a slow, busy machine.
 WARM_TIMEOUT_S = 180.0
-#: From the wish for a fork, or from when the job's code is there, to Ready (it opens the data and
-#: listens). A worker is told when that is over, and says before what its user's code is at.
+#: From the request for a fork, or from when the job's code is there, to Ready (it opens the data
+#: and listens). A worker knows the limit, and reports before it what its user's code is doing.
 READY_TIMEOUT_S = 120.0
-#: The same where layers are compiled before.
+#: The same for a job whose layers are compiled first.
 COMPILED_TIMEOUT_S = 1800.0
 
 
@@ -89,7 +90,7 @@ def worst_doubt(state: NodeState, worker: WorkerState) -> Doubt | None:
 
 def _doubts(state: NodeState, worker: WorkerState) -> Iterator[Doubt]:
     if not worker.card or worker.heard_at is None:
-        return  # how long it may take to get ready is told elsewhere
+        return  # its start-up has a limit of its own
     detection, usual_s = state.detection, max(state.step_seconds, default=0.0)
     least_s = detection.fruitless_s if _is_irreplaceable(state, worker) else 0.0
     limit_s = detection.storage_s if worker.kernel == IN_KERNEL else detection.hang_s
@@ -118,8 +119,8 @@ def _silence(worker: WorkerState) -> str:
 
 
 def _is_irreplaceable(state: NodeState, worker: WorkerState) -> bool:
-    """Return whether training would end with this worker: no other has its part of the model, nor
-    does the disk."""
+    """Return whether training would end with this worker: its part of the model is on no other
+    worker, nor on the disk."""
     desired = state.desired
     if worker.entered == NO_GENERATION:
         return False  # it has nothing yet
@@ -155,7 +156,7 @@ class Agenda:
 
     now: float
     actions: list[Action] = field(default_factory=list)
-    #: When the earliest of what is not due yet is; None: there is no such thing.
+    #: Earliest time at which an action is due; None: no action is planned.
     wake_at: float | None = None
     #: All processes are gone and the agent may end.
     done: bool = False
@@ -203,7 +204,7 @@ def _fork(state: NodeState, agenda: Agenda) -> None:
 
 
 def _leave(state: NodeState, agenda: Agenda) -> None:
-    """End the agent, once told to: when the work has moved off, the drain's time is over, or no
+    """End the agent, once asked to: when the work has moved off, the drain's time is over, or no
     master can move the work."""
     if state.leave_at is None or state.leave_by is None:
         return
@@ -328,8 +329,8 @@ def _counts_on(state: NodeState, assign: Assign, worker: WorkerState) -> bool:
 
 
 def _measure_alone(state: NodeState, wish: Measure, worker: WorkerState, agenda: Agenda) -> None:
-    """Ask a stand-by worker to measure now and then. The first time is not at once: it was measured
-    in training until now."""
+    """Ask a stand-by worker to measure now and then. The first time is not at once, since training
+    has measured it until now."""
     since, asked_at = state.standing_by_since, worker.measure_sent_at
     if since is None or worker.closed_at is not None or not worker.card:
         return

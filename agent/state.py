@@ -1,5 +1,4 @@
-"""State of a node: the agent's processes as observed, the master's wishes, and how events change
-both.
+"""State of a node: the agent's observed processes, the master's wishes, and how events change both.
 
 `NodeState` has one owner, the supervisor, which applies events to it in the order they arrive.
 `oobleck.agent.reconcile` decides from it. Must not know sockets, processes, gRPC or the clock: the
@@ -45,10 +44,10 @@ FREE_STARTS = 3
 LONGEST_S = 30.0
 #: For an agent without workers: from SIGTERM to its end, if the master does not answer.
 IDLE_GRACE_S = 2.0
-#: Ends of a slot's processes that a new session of the master is told of.
+#: Ends of a slot's processes that are reported to a new session of the master.
 KEPT_ENDS = 2
 NOTHING = types.Assignment(version=0)
-#: Steps that tell how long one takes: of so many the longest is the 99th percentile.
+#: Steps that measure how long one takes: the longest of so many is the 99th percentile.
 KNOWN_STEPS = 100
 
 
@@ -61,7 +60,7 @@ class StartBudget:
     not_before: float = 0.0
 
     def ended(self, *, started_at: float, now: float) -> float:
-        """Take note of an end; the seconds until the next start."""
+        """Note an end, and return the seconds until the next start."""
         self.quick_ends = self.quick_ends + 1 if now - started_at < QUICK_S else 0
         excess = self.quick_ends - FREE_STARTS
         wait_s = min(LONGEST_S, 2.0**excess) if excess >= 0 else 0.0
@@ -80,10 +79,10 @@ class Slot:
     )
     #: When the next process may be started.
     budget: StartBudget = field(default_factory=StartBudget)
-    #: The worker that said that no retry helps; the slot stays empty until the job changes.
+    #: The worker that reported a permanent failure; the slot stays empty until the job changes.
     failed: WorkerState | None = None
-    #: How many processes were asked for, whether any was ready, and whether any has said that
-    #: another one may do better.
+    #: Number of processes asked for, whether any was ready, and whether any has asked for a
+    #: replacement.
     launches: int = 0
     passed: bool = False
     replaced: bool = False
@@ -101,7 +100,7 @@ class WarmState:
     ready: bool = False
     killed: bool = False
     budget: StartBudget = field(default_factory=StartBudget)
-    #: Ends in a row before it was ready, and how the last one came.
+    #: Consecutive ends before it was ready, and how the last one ended.
     failed_starts: int = 0
     last_end: str = ""
 
@@ -112,29 +111,29 @@ class NodeState:
     slot_count: int
     #: Faults of a drill, for the workers of this node.
     faults: Sequence[FaultRule] = ()
-    #: Of the GPUs of its workers.
+    #: Health of the workers' GPUs.
     health: GpuHealth = field(default_factory=GpuHealth)
-    #: The master's last word; at first that there is no job.
+    #: The master's newest assignment; at first there is no job.
     desired: types.Assignment = NOTHING
-    #: Which records of the desired job it has on its disk; None: it has not told.
+    #: Records of the desired job that the master has on its disk; None: unknown.
     acknowledged: Acknowledged | None = None
-    #: Why a newer word of it cannot be followed; empty: there is none.
+    #: Why a newer assignment cannot be followed; empty: there is none.
     not_understood: str = ""
-    #: Since when its workers stand by; None: they do not.
+    #: When its workers began to stand by; None: they do not.
     standing_by_since: float | None = None
-    #: Until a master tells, those that most have.
+    #: The master's time-outs; until it sends them, those that most masters have.
     detection: Detection = field(default_factory=Detection)
-    #: Since when no master hears this agent; None: one does.
+    #: When the last session ended; None: a master hears this agent.
     alone_since: float | None = 0.0
-    #: When the agent was told to end, and when it does at the latest; None: it was not told to.
+    #: When the agent was asked to end, and its deadline; None: it was not asked.
     leave_at: float | None = None
     leave_by: float | None = None
     shutting_down: bool = False
     warm: WarmState = field(default_factory=WarmState)
     slots: list[Slot] = field(init=False)
-    #: Of the job's last committed steps.
+    #: Durations of the job's last committed steps.
     step_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=KNOWN_STEPS))
-    #: The newest of them.
+    #: The newest timed step.
     timed_step: int = 0
     workers: dict[Incarnation, WorkerState] = field(default_factory=dict)
 
@@ -203,7 +202,7 @@ class NodeState:
                 self.detection = detection
             case Leave(grace_s=grace_s):
                 self.leave_at = now
-                # Without work only the master's answer is waited for.
+                # Without work, only the master's answer is awaited.
                 self.leave_by = now + (grace_s if self.workers else min(grace_s, IDLE_GRACE_S))
             case GpusRead(sample=sample):
                 self.health.take(sample)

@@ -1,8 +1,7 @@
 """State of one worker process as seen from outside, and how its messages change it.
 
-A worker process goes through: fork asked of the warm process -> its channel is open and Launch
-is sent -> Forked (it has a pid) -> Ready (others can call it) -> plans, one per generation ->
-gone. Must not know of other workers, nor what is desired.
+Stages: fork requested -> channel open, Launch sent -> Forked (pid known) -> Ready (others can call
+it) -> one plan per generation -> gone. Must not know other workers, nor what is desired.
 """
 
 from collections import deque
@@ -50,9 +49,9 @@ from oobleck.core.messages import (
 from oobleck.proto.types import Hung
 
 NO_GENERATION = Generation(0)
-#: Evaluations of a worker that a new session of the master is told of.
+#: Evaluations of a worker that are reported to a new session of the master.
 KEPT_EVALUATIONS = 256
-#: Entered generations that are reported; more follow each other without a step only by a fault.
+#: Entered generations that are reported; only a fault makes more follow without a step.
 KEPT_ENTERED = 16
 
 
@@ -64,7 +63,8 @@ class WorkerState:
     incarnation: Incarnation
     job_id: JobId
     asked_at: float
-    #: Since when it may get ready: not before it has the job's code. None: that is fetched still.
+    #: When its start-up time began: not before it has the job's code. None: the code is still
+    #: fetched.
     starts_at: float | None
     pid: int | None = None
     #: Empty until the worker is ready.
@@ -77,45 +77,45 @@ class WorkerState:
     entered: Generation = NO_GENERATION
     #: Generations before it that it has entered since it last committed a step.
     also_entered: tuple[Generation, ...] = ()
-    #: Which layers it held last on the way into a generation.
+    #: Layers that it last held on the way into a generation.
     received: PhaseReached | None = None
     committed_step: int | None = None
     memory: MemoryUse | None = None
-    #: In the generation `stepped`; None: not told, or what it told makes no sense.
+    #: Compute time in the generation `stepped`; None: not reported, or implausible.
     compute: ComputeTime | None = None
     finished: bool = False
-    #: Newest attempt at a measurement that was handed to it, and what came of it; until its plan.
+    #: Newest measurement attempt handed to it, and its results; until its plan.
     measure_sent: int = 0
-    #: When that was; None: not since its plan.
+    #: When that was sent; None: not since its plan.
     measure_sent_at: float | None = None
     measured: tuple[Measured | LinkMeasured, ...] = ()
     #: Number of the newest wish for a checkpoint that was handed to it.
     save_sent: int = 0
-    #: Which records the master has, as it was last told; None: it was not.
+    #: Acknowledgement last sent to it; None: none was.
     acknowledged: Acknowledged | None = None
-    #: The last of each kind that it said of checkpoints.
+    #: Its last message of each kind about checkpoints.
     checkpoints: tuple[CheckpointSaved | SaveFailed | Restored, ...] = ()
-    #: The last ones, oldest first: the master may be away while they are made.
+    #: Its last evaluations, oldest first: the master may be away while they are made.
     evaluated: deque[Evaluated] = field(default_factory=lambda: deque(maxlen=KEPT_EVALUATIONS))
     failure: Failed | None = None
     failed_at: float | None = None
-    #: What it lost; None again as soon as it has a newer plan.
+    #: The peers it lost; None again as soon as it has a newer plan.
     peer_lost: PeerLost | None = None
-    #: When it was last asked for a sign of life, and last gave one; with what it then said, and
-    #: since when it says that.
+    #: When it was last asked for a heartbeat, when it last sent one, that heartbeat, and since when
+    #: it is unchanged.
     asked_alive_at: float | None = None
     heard_at: float | None = None
     alive: Alive | None = None
     moved_at: float | None = None
-    #: A letter of the kernel's for its state; empty: not looked.
+    #: The kernel's letter for its state; empty: not read.
     kernel: str = ""
-    #: Since when it is to leave its generation; None: it has.
+    #: When it was ordered to leave its generation; None: it has left.
     told_at: float | None = None
-    #: What it was last made to write its stacks for.
+    #: Start of the doubt for which it last wrote its stacks.
     stacks_since: float | None = None
     #: Newest generation that it has committed a step in.
     stepped: Generation = NO_GENERATION
-    #: Why it was taken for one that hangs.
+    #: Why it was considered hung.
     hung: Hung | None = None
     stop_sent_at: float | None = None
     closed_at: float | None = None
@@ -169,7 +169,7 @@ class WorkerState:
                 if generation >= self.sent:
                     self.told_at = None
             case PhaseReached(phase="transferred", generation=generation):
-                # A loss at the very end starts a generation for what is still to be saved.
+                # A loss at the very end starts a generation to save what is still unsaved.
                 if self.entered not in (NO_GENERATION, generation):
                     self.also_entered = (*self.also_entered, self.entered)[-KEPT_ENTERED:]
                 self.entered, self.finished, self.received = generation, False, None

@@ -1,8 +1,8 @@
 """Certificate of the node: issued for a join token, kept in a folder, renewed before it ends.
 
 An agent uses no credentials but its node's, so it looks at the folder before it looks at a token.
-The key is made before the token is used, and never leaves the folder: a join that was cut off is
-repeated with the same key, which the master knows again. Must not know sessions.
+The key is made before the token is used, and never leaves the folder. A join that was cut off is
+repeated with the same key, which the master recognises. Must not know sessions.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ from oobleck.proto.secure import open_aio_channel
 
 logger = logging.getLogger(__name__)
 
-#: A certificate is renewed when so much of its life is left, and tried again after a part of that.
+#: Fraction of a certificate's life that is left at its renewal, and fraction between retries.
 _RENEW_PART = 2 / 3
 _RETRY_PART = 1 / 20
 _LONGEST_LOOK_S = 3600.0
@@ -159,7 +159,7 @@ def _check_token(folder: Path, token: Credentials, name: str) -> None:
 
 
 async def join(heads: Heads, folder: Path, token: Credentials, name: str) -> Credentials:
-    """Get a certificate by the token; tries until the master answers. Raises Denied, ValueError
+    """Get a certificate by the token, retrying until the master answers. Raises Denied, ValueError
     (the folder), OSError."""
     request = pb.JoinRequest(request=pki.new_request(own_key(folder)), name=name)
     reply = await _until_answered(heads, token, request)
@@ -183,7 +183,7 @@ async def _until_answered(
         except grpc.aio.AioRpcError as error:
             if error.code() in _FINAL:
                 raise Denied(error.details() or error.code().name) from error
-            # No master lets it in then, nor can say so.
+            # The master would not let it in, and could not say why.
             if pki.expiry(token.certificate) < time.time():
                 raise Denied(_ENDED) from error
             if (reason := error.code().name) != told:
@@ -212,7 +212,7 @@ class Holder:
     #: None: the master is called in the clear.
     folder: Path | None
     credentials: Credentials | None
-    #: The master is this user's, and nobody else reaches it without being let in by this user.
+    #: The master is this user's, and serves no other user without this user's consent.
     own_user_alone: bool = False
     heads: Heads = field(init=False)
 
@@ -224,7 +224,7 @@ class Holder:
         return Endpoint(address=self.heads.current, credentials=self.credentials)
 
     async def keep_fresh(self) -> None:
-        """Renew the certificate before it ends; runs until it is cancelled."""
+        """Renew the certificate before it ends, until cancelled."""
         while self.folder is not None and self.credentials is not None:
             await asyncio.sleep(_wait_s(self.credentials.certificate, time.time()))
             if _left_s(self.credentials.certificate, time.time()) <= 0:
@@ -249,8 +249,7 @@ def _left_s(certificate: bytes, now: float) -> float:
 
 
 def _wait_s(certificate: bytes, now: float) -> float:
-    """Return the seconds until the next look at the certificate. They are bounded, since clocks may
-    jump."""
+    """Return the seconds until the next look at the certificate, bounded since clocks may jump."""
     left_s = _left_s(certificate, now)
     if left_s <= 0:  # the last try failed
         left_s = _RETRY_PART * (pki.expiry(certificate) - pki.begin(certificate))

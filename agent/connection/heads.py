@@ -17,15 +17,15 @@ from oobleck.host.address import MOST_ADDRESSES, split_address, split_addresses
 from oobleck.host.security.credentials import write_private
 from oobleck.host.system.files import read_regular
 
-#: For a host to take a connection.
+#: Time in which a host accepts a connection.
 ANSWER_S = 1.0
 _FILE = "heads"
 _MOST_BYTES = 16 << 10
 
 
 def local_address(masters: Sequence[str]) -> str:
-    """Return the address of this host that packets to the first of the masters leave from, or to
-    the next where that one has no way. Sends nothing. Raises OSError."""
+    """Return this host's address that packets to the first reachable master leave from. Sends
+    nothing. Raises OSError."""
     for master in masters[:-1]:
         with suppress(OSError):
             return _source(master)
@@ -66,12 +66,12 @@ logger = logging.getLogger(__name__)
 
 class Heads:
     def __init__(self, given: Sequence[str], folder: Path | None) -> None:
-        """`given`: by the operator, at least one; `folder`: of the credentials, if there are
-        any."""
+        """Start at the operator's addresses, of which there is at least one. `folder`: the
+        credentials', if there are any."""
         self._given = tuple(given)
         self._folder = folder
         self._told = _stored(folder) if folder is not None else ()
-        #: Called now.
+        #: Address in use.
         self.current = self._given[0]
 
     def __str__(self) -> str:
@@ -83,7 +83,7 @@ class Heads:
         return tuple(dict.fromkeys((*self._given, *self._told)))[:MOST_ADDRESSES]
 
     def learn(self, told: Sequence[str]) -> None:
-        """Take what a head says of the addresses of all heads; none: it knows of none."""
+        """Take the addresses of all heads from a head's message; none: it knows of none."""
         if self._folder is None or not told or tuple(told) == self._told:
             return
         self._told = tuple(told)
@@ -94,7 +94,7 @@ class Heads:
 
     async def seek(self, *, pass_over: bool) -> bool:
         """Make the first address current that takes a connection, and return whether one does. The
-        current one is asked first; with `pass_over`, last. One that is alone is not asked."""
+        current one is asked first; with `pass_over`, last. A single address is not asked."""
         known = self.addresses
         if len(known) == 1:
             self.current = known[0]

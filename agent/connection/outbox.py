@@ -3,11 +3,12 @@
 The status is a level (only the newest counts); reports and log lines are events in bounded queues.
 Step records wait in their buffer until the master acknowledges them. Every worker of a job makes
 the same record at each commit, so every agent has all of them. Two agents send at once, since the
-master takes what two nodes say alike. The others send only what stays unacknowledged, one of them
-after `HOLD_S` and each next one `NEXT_S` later, so that a record gets through whichever node dies.
+master takes a record that two nodes report alike. The others send only records that stay
+unacknowledged: the third after `HOLD_S`, each further one `NEXT_S` later. So a record gets through
+whichever node dies.
 
 If the master is away for more than `LIMIT` steps, the *oldest* records are kept, since the master
-writes them in step order; later ones are lost and counted. Must not know processes or streams.
+writes them in step order. Later ones are lost and counted. Must not know processes or streams.
 """
 
 import asyncio
@@ -36,21 +37,22 @@ from oobleck.proto.types import NodeStatus, WorkerReport
 LIMIT = 65_536
 #: Records per message.
 BATCH = 256
-#: How long the third one holds back, and how much longer each one after it: by then it knows what
-#: the one before it has sent.
+#: Delay of the third sender, and the further delay of each next one: enough to see the
+#: acknowledgement of the one before.
 HOLD_S = 4.0
 NEXT_S = 3.0
-#: Nobody holds back for longer.
+#: Longest delay of any sender.
 MOST_HOLD_S = 60.0
 _MADE_HERE = Generation(0)
 REPORT_LIMIT = 1024
-#: Answers to operators' questions; whoever asked gives up, so old ones are of no use.
+#: Answers to operators' questions. Old ones are useless, since operators give up waiting.
 ANSWER_LIMIT = 512
 LINES_PER_MESSAGE = 100
-#: Of a recording in one message: the master takes 2 MiB, and a character may have four bytes.
+#: Characters of a recording per message: the master takes 2 MiB, and a character may have four
+#: bytes.
 _PART_CHARACTERS = 500_000
-#: Lines wait so long for others. When a peer is lost each worker prints some, and to send each of
-#: them at once would take from what brings training back.
+#: Time for which lines wait for others. When a peer is lost each worker prints some, and sending
+#: each at once would slow the recovery.
 GATHER_LINES_S = 0.2
 
 
@@ -71,7 +73,7 @@ class RecordBuffer:
         self._limit = limit
         self._job_id: JobId | None = None
         self._kept: dict[int, _Waiting] = {}
-        #: Not sent in this session, oldest first; what is kept no more is skipped when taken.
+        #: Not sent in this session, oldest first; a record no longer kept is skipped when taken.
         self._waiting: deque[_Waiting] = deque()
         self._through = 0
         self.lost = 0
@@ -90,9 +92,9 @@ class RecordBuffer:
         now: float,
         restored_in: Generation = _MADE_HERE,
     ) -> None:
-        """Keep `record` unless it is acknowledged already; another job's are dropped. Of two of a
-        step the one of the newer generation stays: a head that lost the steps before has them of
-        that generation, and takes none of an older one after them."""
+        """Keep `record` unless it is acknowledged already. Records of another job are dropped. If
+        two records are of one step, keep the newer generation's. A head that lost earlier steps has
+        records of that generation, and takes no older one after them."""
         if job_id != self._job_id:
             self._job_id, self._through = job_id, 0
             self._kept.clear()
@@ -118,7 +120,7 @@ class RecordBuffer:
             del self._kept[step]
 
     def session_ended(self) -> None:
-        """Keep all records from now on. The next master may be another one, and lack those that
+        """Keep all records from now on. The next master may be another one, and lack records that
         this one acknowledged: a job that goes back makes them again."""
         self._through = 0
 
@@ -157,27 +159,28 @@ class Outbox:
     """Messages that are still to be sent. Adding never blocks; the session waits for `wake`."""
 
     def __init__(self, incarnation: Incarnation) -> None:
-        #: Of this agent; every message has it.
+        #: The agent's incarnation, which every message carries.
         self._incarnation = incarnation
-        #: The newest one, and whether it is to be sent.
+        #: Newest status, and whether it is to be sent.
         self._status = NodeStatus()
         self._status_due = False
         #: Not sent yet, oldest first, and since when; at most REPORT_LIMIT.
         self._reports: deque[tuple[WorkerReport, float]] = deque()
-        #: When reports and status are sent, whatever else is; None: there are none.
+        #: When reports and status are due; None: none are waiting.
         self._words_due_at: float | None = None
         #: Kept until the master has acknowledged them.
         self._records = RecordBuffer()
-        #: To operators' questions.
+        #: Answers to operators' questions.
         self._answers: deque[pb.AgentMessage] = deque(maxlen=ANSWER_LIMIT)
         #: Output of the workers of that job.
         self._logs = LogQueue()
         self._log_job = JobId("")
-        #: When they are sent; None: there are none.
+        #: When the lines are due; None: none are waiting.
         self._log_due_at: float | None = None
         #: For how long records are held back.
         self._hold_s = HOLD_S
-        #: That from the newest plan on, none of whose steps is known here yet; None: the same.
+        #: The delay from the newest plan on, none of whose steps is known here yet; None:
+        #: unchanged.
         self._hold_then: tuple[Generation, float] | None = None
         #: Set whenever something new may be due.
         self.wake = asyncio.Event()
@@ -192,8 +195,8 @@ class Outbox:
         return self._status
 
     def status(self, status: NodeStatus, now: float, *, hold_s: float) -> None:
-        """Set the newest status. It is sent soon if its plan has changed, and at once if more than
-        the plan and the progress has."""
+        """Set the newest status. It is sent soon if only its plan has changed, and at once if more
+        than the plan and the progress has."""
         before, after = _without_progress(self._status), _without_progress(status)
         if before != after:
             alone = _without_plan(before) == _without_plan(after)
@@ -206,7 +209,7 @@ class Outbox:
                 self._hold_s = hold_s
                 self.wake.set()
         else:
-            # Steps before a boundary may be known to nobody who is in the plan after it.
+            # Steps before a boundary may be unknown to all members of the plan after it.
             known = self._hold_then
             self._hold_then = status.generation if known is None else known[0], hold_s
 
@@ -230,7 +233,7 @@ class Outbox:
             self.wake.set()
 
     def record(self, job_id: JobId, record: StepRecord, now: float) -> None:
-        """Keep it for the master; the way into the plan, which may still wait, is told now."""
+        """Keep the record for the master, and send waiting reports and status now."""
         if self._words_due_at is not None:
             self._words_due(now)
         if self._hold_then is not None and record.generation >= self._hold_then[0]:
@@ -244,7 +247,8 @@ class Outbox:
     def handed(
         self, job_id: JobId, records: Sequence[StepRecord], restored_in: Generation, now: float
     ) -> None:
-        """Keep for the master what was beside the checkpoint that a generation goes on from."""
+        """Keep for the master the records stored beside the checkpoint that a generation resumes
+        from."""
         try:
             message = records_message(job_id, records, restored_in)
             check_bounds(message)
@@ -275,7 +279,7 @@ class Outbox:
         self.wake.set()
 
     def clock(self, number: int) -> None:
-        """Tell what the clock shows by which this node's workers record."""
+        """Send the reading of the clock by which this node's workers record."""
         read = pb.ClockRead(number=number, monotonic_ns=time.monotonic_ns(), boot=boot_id())
         self._answers.append(pb.AgentMessage(clock=read))
         self.wake.set()
@@ -287,7 +291,7 @@ class Outbox:
         self.wake.set()
 
     def job_told(self, number: int, job: str) -> None:
-        """Answer a master that asks what job is trained here."""
+        """Answer a master that asks which job is trained here."""
         told = pb.JobTold(number=number, job=job)
         self._answers.append(pb.AgentMessage(job_told=told))
         self.wake.set()
@@ -324,8 +328,8 @@ class Outbox:
     def take(self, now: float) -> list[pb.AgentMessage]:
         """Take all messages that are due, in the order in which to send them.
 
-        A phase comes before the steps that follow it, and the last step before the report that the
-        worker has finished.
+        A phase is sent before the steps that follow it, and the last step before the report that
+        the worker has finished.
         """
         found: list[pb.AgentMessage] = []
         words_due = self._words_due_at is not None and now >= self._words_due_at
@@ -363,7 +367,7 @@ class Outbox:
 
 
 def _text_of(report: WorkerReport) -> bytes | None:
-    """Encode a report; None if the master would refuse it, and end this session and the next for
+    """Encode a report; None if the master would refuse it, and end every session that repeats
     it."""
     data = report_bytes(report)
     try:

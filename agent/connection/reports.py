@@ -111,7 +111,7 @@ def newest_plan(known: types.Assignment | None, told: types.Assignment) -> types
 
 
 def records_hold_s(state: NodeState) -> float:
-    """Return for how long this node's agent holds the records of steps back."""
+    """Return how long this node's agent delays the records of steps."""
     assign = state.desired.assign
     if assign is None or state.node not in assign.plan.nodes:
         return HOLD_S
@@ -119,6 +119,6 @@ def records_hold_s(state: NodeState) -> float:
 
 
 def hold_s(plan: Plan, node: NodeName) -> float:
-    """Return that of a node of the plan; 0: the first two send at once."""
+    """Return the delay for a node of the plan; 0 for the first two."""
     place = list(dict.fromkeys(worker.node for worker in plan.workers)).index(node)
     return 0.0 if place < 2 else min(MOST_HOLD_S, HOLD_S + NEXT_S * (place - 2))

@@ -1,6 +1,6 @@
 """Conversation of the agent with the master: one stream at a time, and a new one when it ends.
 
-Owns the channel, the registration, heartbeats and reconnects. Training goes on while there is no
+Owns the channel, the registration, heartbeats and reconnects. Training continues while there is no
 session; messages to the master wait in the outbox. Must not know processes.
 """
 
@@ -33,8 +33,8 @@ logger = logging.getLogger(__name__)
 
 #: Longest first wait before a new session, a random part of which is waited.
 FIRST_RETRY_S = 0.1
-#: A session that the master ends while we write to it counts as an open stream of its connection
-#: for ever, by a fault of gRPC, and a master takes so many streams of a connection.
+#: gRPC counts a session that the master ends during our write as an open stream for ever. A master
+#: limits the streams of a connection.
 SESSIONS_PER_CHANNEL = 32
 
 _CHANNEL_OPTIONS = (
@@ -45,8 +45,8 @@ _CHANNEL_OPTIONS = (
 
 
 def channel_options(detection: Detection) -> tuple[tuple[str, int], ...]:
-    """Return the channel's options. Connecting may take as long as an answer: if a thousand agents
-    return at once, their handshakes take a master seconds, and one that is given up must be done
+    """Return the channel's options. Connecting may take as long as an answer. If a thousand agents
+    return at once, their handshakes take a master seconds, and an abandoned handshake must be done
     again."""
     attempt = ("grpc.min_reconnect_backoff_ms", int(1000 * detection.answer_s))
     return (*_CHANNEL_OPTIONS, attempt, *keepalive_options(detection))
@@ -100,8 +100,9 @@ class Session:
         node: Node,
         examiner: Examiner | None = None,
     ) -> None:
-        """`endpoint`: of the master, with the newest certificate. `heads`: chooses that endpoint's
-        address; None: there is one master. `examiner`: None: this host is not looked at."""
+        """Hold no session yet. `endpoint`: returns the master's, with the newest certificate.
+        `heads`: chooses that endpoint's address; None: there is one master. `examiner`: None: this
+        host is not examined."""
         self._config = config
         self._incarnation = incarnation
         self._outbox = outbox
@@ -109,31 +110,31 @@ class Session:
         self._now = environment.now
         self._endpoint = endpoint
         self._heads = heads
-        #: Whether the last try ended before there was a session.
+        #: The last try ended before there was a session.
         self._in_vain = False
         self._node = node
         self._examiner = examiner
-        #: Of this host; None: not known until there is a way to the master.
+        #: This host's address; None: not known until there is a way to the master.
         self._address = config.address
         #: `close` was called.
         self._closing = False
-        #: Why the last try failed, so that it is told once; empty: it did not.
+        #: Reason of the last failure, so that it is logged once; empty: it did not fail.
         self._last_trouble = ""
-        #: As the master told; until then those that most masters have.
+        #: The master's time-outs; until it sends them, those that most masters have.
         self._detection = Detection()
-        #: The one that the present session speaks.
+        #: Protocol of the present session.
         self._protocol = OLDEST
-        #: The longest wait before the next try.
+        #: Longest wait before the next try.
         self._retry_s = FIRST_RETRY_S
         #: The newest assignment with a plan of the job that is here; see `Registration`.
         self._running: Assignment | None = None
         #: The head whose assignment was acted on last; None: none was.
         self._acted_on: Head | None = None
-        #: Id and text of the job that the last assignment was about.
+        #: Id and text of the last assignment's job.
         self._told_job = "", ""
-        #: Heads that were passed over for it, and were told of.
+        #: Outranked heads that were passed over and logged.
         self._passed_over: set[tuple[str, int, str]] = set()
-        #: The same as it came, with what a later release may have put into it.
+        #: `_running` as received, including fields of later releases.
         self._running_as_told = pb.Assignment()
 
     async def run(self) -> str | None:
@@ -179,7 +180,7 @@ class Session:
         return None
 
     def close(self) -> None:
-        """Send what waits, then end."""
+        """Send the waiting messages, then end."""
         self._closing = True
         self._outbox.hurry(self._now())
         self._outbox.wake.set()

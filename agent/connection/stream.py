@@ -31,7 +31,8 @@ class Refused(Exception):
     """Refusal by the master; the text says why."""
 
     def __init__(self, reason: str, *, temporary: bool, denied: bool = False) -> None:
-        """`temporary`: another try may do. `denied`: the agent's certificate is not good."""
+        """Keep the reason. `temporary`: another try may succeed. `denied`: the certificate is not
+        valid."""
         super().__init__(reason)
         self.temporary, self.denied = temporary, denied
 
@@ -42,7 +43,7 @@ def refused(message: pb.Refused) -> Refused:
 
 class Stream:
     def __init__(self, call: Any, answer_s: float) -> None:
-        """`answer_s`: for each message to get out, and for the first answer."""
+        """Wrap a gRPC call. `answer_s`: time-out of each message sent, and of the first answer."""
         self.answer_s = answer_s
         self._call = call
 

@@ -3,11 +3,11 @@
 Owns descriptors and signals; decides nothing. Reports events to a `Listener`. Must not know the
 master.
 
-The kernel closes a process's sockets, and lets its parent wait for it, once its memory is freed: a
-tenth of a second for each gigabyte on a host, seconds where a GPU's driver has something to free.
-But its first thread is exiting by then, and its exit status is known, since all threads of a
-process end together. The kernel sends no notice of that (a pidfd is of the whole process), so
-`EndWatch` polls, at some microseconds each.
+The kernel closes a process's sockets, and lets its parent wait for it, only once its memory is
+freed. That takes a tenth of a second for each gigabyte on a host, and seconds where a GPU's driver
+has memory to free. Meanwhile its first thread is already exiting and its exit status is known,
+since all threads of a process end together. The kernel sends no notice of that (a pidfd is of the
+whole process), so `EndWatch` polls, at some microseconds each.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ from oobleck.core.messages import (
 from oobleck.host.ipc.channel import frame, read_frame
 from oobleck.host.ipc.marker import Marker
 
-#: Between two looks.
+#: Interval between two looks.
 LOOK_S = 0.02
 _MOST_BYTES = 1024
 #: linux/sched.h: PF_EXITING.
@@ -54,7 +54,8 @@ class EndWatch:
     """Watch of one process's end, in the event loop."""
 
     def __init__(self, pid: int, tell: Callable[[How], None]) -> None:
-        """`tell`: called once, if it can be told how the process ends before it has ended."""
+        """Watch the process `pid`. `tell` is called once, if the exit status is known before the
+        process has ended."""
         self._tell = tell
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
@@ -99,7 +100,7 @@ def how_it_ends(said: str) -> How | None:
 
 
 logger = logging.getLogger(__name__)
-#: What is added to a launch before a worker can have it.
+#: Completes a launch before the worker gets it.
 Complete = Callable[[Launch], Awaitable[Launch]]
 _from_worker: msgspec.json.Decoder[FromWorker] = msgspec.json.Decoder(FromWorker)
 _from_warm: msgspec.json.Decoder[FromWarm] = msgspec.json.Decoder(FromWarm)
@@ -134,7 +135,7 @@ class WorkerProcess:
         self.tail = Tail()
         #: The user's code that the worker runs; readable after its end.
         self.marker = Marker()
-        #: Set once all that the worker said before its end has been heard.
+        #: Set once all messages that the worker sent before its end are handled.
         self.silent = asyncio.Event()
         #: Its end is known.
         self.buried = False
@@ -165,8 +166,8 @@ class WorkerProcess:
         self._watch = EndWatch(pid, lambda how: self._listener.ending(self.incarnation, how))
 
     async def serve(self, launch: Launch, complete: Complete | None = None) -> None:
-        """Send `launch`, then tell the listener what comes, until the channel closes. `complete`:
-        gives what is sent instead, as soon as it can."""
+        """Send `launch`, then pass messages to the listener until the channel closes. `complete`:
+        completes the launch before it is sent."""
         reader, self._writer = await asyncio.open_unix_connection(sock=self._socket)
         completing: asyncio.Task[None] | None = None
         try:
@@ -188,13 +189,13 @@ class WorkerProcess:
         self._listener.channel_closed(self.incarnation)
 
     async def _complete(self, launch: Launch, complete: Complete) -> None:
-        """Complete the launch and send it. The worker's time to get ready begins only then."""
+        """Complete the launch and send it. The worker's start-up time is counted from then."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         try:
             completed = await complete(launch)
         except Exception:
-            # The boundary of the task: without what it waits for the process never becomes ready.
+            # The boundary of the task: without a complete launch the process never becomes ready.
             fields = {"slot": self.slot, "pid": self.pid}
             logger.exception("what a worker needs cannot be had", extra=fields)
             self.kill()
@@ -222,8 +223,8 @@ class WorkerProcess:
                 signal.pidfd_send_signal(self._handle, signal.SIGKILL)
 
     def kernel(self) -> str:
-        """Return the kernel's letter for its state: D if any of its threads waits for a disk or
-        file server, else that of its first one; empty: it is gone."""
+        """Return the kernel's letter for the process's state; empty: it is gone. D if any thread
+        waits for a disk or file server, else its first thread's state."""
         threads = sorted(Path(f"/proc/{self.pid}/task").glob("*/stat"), key=_thread_id)
         try:
             states = [stat.read_text().rpartition(") ")[2][:1] for stat in threads]
@@ -232,13 +233,13 @@ class WorkerProcess:
         return "D" if "D" in states else "".join(states[:1])
 
     def tell_stacks(self) -> None:
-        """Have it write where its threads are, if it can."""
+        """Make the worker write its threads' stacks, if it can."""
         if self._handle is not None:
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._handle, signal.SIGUSR1)
 
     def gone(self) -> None:
-        """Take the last output of a process that has ended or is about to, and release all its
+        """Take the last output of a process that is ending or has ended, and release all its
         resources."""
         if self._watch is not None:
             self._watch.stop()
@@ -253,7 +254,7 @@ class WorkerProcess:
             self._writer.transport.abort()
 
     def _on_output(self) -> bool:
-        """Read what is there; whether there was something."""
+        """Read the available output; return whether there was any."""
         data, closed = read_available(self._output)
         lines = self.tail.feed(data)
         if closed:
@@ -272,22 +273,21 @@ class WorkerProcess:
 
 
 class WarmProcess:
-    """Process that has the libraries loaded and forks the workers; an instance is one start of
-    it."""
+    """Process that has the libraries loaded and forks the workers; one instance per start."""
 
     def __init__(self, listener: Listener) -> None:
         self._listener = listener
         self._socket, self._their_socket = socket.socketpair()
         #: asyncio owns the other descriptor of our end and cannot pass descriptors on.
         self._sender = self._socket.dup()
-        #: To kill it by: asyncio's own way may reap it too, and then its exit status is lost.
+        #: Handle to kill it by: asyncio may reap it too, and then its exit status is lost.
         self._handle: int | None = None
         self._killed = False
-        #: Of what it prints; all of it goes to the agent's own standard error.
+        #: Its output, all of which goes to the agent's own standard error.
         self.tail = Tail()
 
     async def run(self, command: tuple[str, ...], environment: Mapping[str, str]) -> None:
-        """Start it, tell the listener what it says, and return when it has ended."""
+        """Start the process, pass its messages to the listener, and return when it has ended."""
         reader, writer = await asyncio.open_unix_connection(sock=self._socket)
         process: asyncio.subprocess.Process | None = None
         output, their_output = os.pipe2(os.O_CLOEXEC)
@@ -347,7 +347,7 @@ class WarmProcess:
                 self._listener.child_exited(pid, exit_code, signum)
 
     def fork(self, request: Fork, worker: WorkerProcess) -> None:
-        """Ask for a worker; if the warm process is gone, its exit tells so."""
+        """Ask for a worker; if the warm process is gone, its exit reports that."""
         data = frame(request)
         try:
             sent = socket.send_fds(self._sender, [data], list(worker.hand_over()))

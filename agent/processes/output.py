@@ -1,6 +1,6 @@
 """Output of workers: the last lines for the report of an exit, all lines for the master.
 
-Bounded at both ends: a line is cut, and lines that come faster than the session takes them are
+Bounded at both ends: a line is cut, and lines that arrive faster than the session takes them are
 dropped and counted. Must not know gRPC.
 """
 
@@ -36,8 +36,7 @@ class Tail:
         return self.feed(b"\n") if self._partial else []
 
     def last_line(self) -> str:
-        """Return the last line that says something; for a Python error that is its name and
-        text."""
+        """Return the last non-blank line; for a Python error that is its name and text."""
         return next((line for line in reversed(self._last) if line.strip()), "")
 
     def last_lines(self) -> str:
@@ -53,7 +52,7 @@ def _pieces(line: bytes) -> list[bytes]:
 
 
 def read_available(descriptor: int) -> tuple[bytes, bool]:
-    """Read what is in a non-blocking pipe, up to a bound, and return whether its other end is
+    """Read the content of a non-blocking pipe, up to a bound, and return whether its other end is
     closed."""
     try:
         data = os.read(descriptor, _READ_BYTES)

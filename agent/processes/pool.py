@@ -1,6 +1,6 @@
-"""Processes of one node, and how an action is done to them.
+"""Processes of one node, and how an action is performed on them.
 
-It decides nothing. Every action is done at once. Must not know the master.
+Decides nothing. Every action is performed at once. Must not know the master.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ from oobleck.host.system.environment import Environment
 
 logger = logging.getLogger(__name__)
 
-#: A driver takes seconds to free what a killed process had of a GPU; so long it is waited for.
+#: Longest wait for a driver to free a killed process's GPU memory, which takes seconds.
 FREED_S = 10.0
 
 StartWarmProcess = Callable[[Listener], WarmProcess]
@@ -68,8 +68,8 @@ class ProcessPool:
         self.warm: WarmProcess | None = None
         #: The workers' processes, until their ends have been reported.
         self.processes: dict[Incarnation, WorkerProcess] = {}
-        #: By slot, of a process whose end was told before it has ended: its pid, and what is set
-        #: once it has.
+        #: By slot, a process whose end is known before it has ended: its pid, and an event set once
+        #: it has ended.
         self._freeing: dict[int, tuple[int | None, asyncio.Event]] = {}
         #: The address that this node's workers are reached by.
         self.address = ""
@@ -77,7 +77,7 @@ class ProcessPool:
         self._environment = environment
         self._listener = listener
         self.wheels = wheels
-        #: What stands for the processes here.
+        #: Factories of the processes; simulations pass their own.
         self._start_warm = start_warm
         self._start_worker = start_worker
 
@@ -109,7 +109,7 @@ class ProcessPool:
             self.warm.kill()
 
     def perform(self, action: Action, tasks: asyncio.TaskGroup) -> Event:
-        """Do the action and return its event. Work that goes on runs in `tasks`."""
+        """Execute the action and return its event. Longer work runs in `tasks`."""
         match action:
             case StartWarm():
                 self.warm = self._start_warm(self._listener)
@@ -178,7 +178,8 @@ class ProcessPool:
             workers=self._config.worker_slots,
             faults=fork.faults,
         )
-        # Of a host's memory the kernel frees more than the next process takes meanwhile.
+        # Only a GPU's memory is waited for: the kernel frees host memory faster than the next
+        # process takes it.
         freed = self._freeing[slot][1] if gpu is not None and slot in self._freeing else None
         later = freed is not None or fork.job.code is not None
         if later:
@@ -194,7 +195,7 @@ class ProcessPool:
             with suppress(TimeoutError):
                 async with asyncio.timeout(FREED_S):
                     await freed.wait()
-            # Whoever comes after this one has waited long enough, too.
+            # Later processes need not wait: the time is over for them too.
             self._freeing = {slot: it for slot, it in self._freeing.items() if it[1] is not freed}
         return launch if launch.job.code is None else await self.wheels.complete(launch)
 
