@@ -1,11 +1,16 @@
-"""Examinations: has all nodes looked at, and the ways between them measured, for `oobleck doctor`.
+"""Examinations: asks all nodes to examine their hosts and the links between them, for `oobleck
+doctor`.
 
 An examination is not state: it is not journaled, and a master that restarts forgets it. There is
-one at a time. Its phases, each of which leaves out who has not answered the one before: clocks;
-each host by itself, the head too; folders that nodes share, by files that each leaves there; ways,
-round by round, so that each node measures one at a time. All of it has an end: every order does,
-and after a time no further round begins. While a job trains only little is sent and written. Must
-not know gRPC.
+one at a time. Each phase leaves out the nodes that did not answer the phase before:
+
+1. clocks
+2. each host by itself, the head too
+3. folders that nodes share, by files that each leaves there
+4. links, round by round, so that each node measures one at a time
+
+Every order has a time-out, and after a time no further round begins. While a job trains only little
+is sent and written. Must not know gRPC.
 """
 
 import asyncio
@@ -54,22 +59,22 @@ from oobleck.master.state.node import Node
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto.examinations import examine_message
 
-#: An agent's own process gives up before; the rest is the way there and back.
+#: The agent's own process times out earlier; the rest covers the round trip.
 _ORDER_S = ANSWER_S + 10.0
-#: The clock is read by the agent itself, at once.
+#: Shorter, since the agent itself reads the clock at once.
 _CLOCK_S = 5.0
 _CLOCK_READINGS = 3
-#: How often it is looked whether a node is still there.
+#: Interval at which the node's session is checked.
 _LOOK_S = 1.0
-#: What is sent each way to see how much gets through, and for how long at most; and how much while
-#: a job trains, if an operator asks for that.
+#: Bytes sent each way to measure the rate, and the longest time for that. The smaller number is
+#: used while a job trains, if an operator asks for the measurement.
 _MOST_BYTES, _FEW_BYTES = 64 << 20, 16 << 20
 _SENDING_S = 0.5
-#: No round of pairs begins later than this after the first.
+#: After this time no round of pairs begins.
 _PAIRS_S = 180.0
-#: Listeners end by themselves then.
+#: Time after which listeners end by themselves.
 _LISTENING_S = _PAIRS_S + 120.0
-#: Of jobs and of the operator.
+#: Most paths of jobs and of the operator.
 _MOST_PLACES = 64
 
 
@@ -79,14 +84,14 @@ class Busy(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wish:
-    #: None are named: all.
+    #: Nodes to examine; none: all.
     nodes: tuple[NodeName, ...] = ()
-    #: Paths, beside those of jobs that have not ended.
+    #: Paths, besides those of jobs that have not ended.
     data: tuple[str, ...] = ()
     checkpoints: tuple[str, ...] = ()
-    #: See how much gets through while a job trains, too.
+    #: Measure the rate even while a job trains.
     pairs: bool = False
-    #: What keeps the master from storing; empty: nothing.
+    #: Storage problem of the master; empty: none.
     problem: str = ""
 
 
@@ -98,14 +103,14 @@ class Examinations:
         environment: Environment,
         session: Callable[[NodeName], AgentSession | None],
     ) -> None:
-        """`session`: the newest one of a node, if one is open."""
+        """Serve examinations. `session`: returns a node's newest session, if one is open."""
         self._config = config
         self._state = state
         self._environment = environment
         self._session = session
-        #: From anywhere, so that no answer to the master before is one to this.
+        #: Starts at random, so that no answer to an earlier master is taken for one to this.
         self._numbers = itertools.count(1 + secrets.randbits(32))
-        #: By node and number of the order.
+        #: Answers awaited, by node and number of the order.
         self._awaited: dict[tuple[NodeName, int], asyncio.Future[Answer]] = {}
         self._busy = False
 
@@ -116,7 +121,7 @@ class Examinations:
             awaited.set_result(answer)
 
     async def examine(self, wish: Wish) -> AsyncGenerator[Finding, None]:
-        """`wish.nodes` are known. Raises Busy."""
+        """Examine the nodes, and yield findings. `wish.nodes` are known. Raises Busy."""
         if self._busy:
             raise Busy("another examination is under way; try again when it has ended")
         self._busy = True
@@ -197,15 +202,15 @@ class _Examination:
         self._secret = environment.token(32)
         names = wish.nodes or tuple(state.nodes)
         self._nodes: Mapping[NodeName, Node] = {name: state.nodes[name] for name in sorted(names)}
-        #: Who has answered so far.
+        #: Nodes that have answered all phases so far.
         self._there: tuple[NodeName, ...] = ()
         self._listening: set[NodeName] = set()
-        #: By node: folders in which it has left a file.
+        #: By node, folders in which it has left a file.
         self._marked: dict[NodeName, tuple[str, ...]] = {}
 
     @property
     def _gently(self) -> bool:
-        """A job uses the nodes."""
+        """True while a job uses the nodes."""
         return self._state.job is not None
 
     async def findings(self) -> AsyncIterator[Finding]:
@@ -252,8 +257,8 @@ class _Examination:
             yield finding
 
     async def _clock(self, name: NodeName) -> float | str:
-        """Return how far the node's clock is ahead of this host's, seconds, by the quickest of some
-        readings. Returns the reason as text where it is not known."""
+        """Return the seconds by which the node's clock is ahead of this host's, from the quickest
+        of some readings. Returns the reason as text where it is not known."""
         best = (float("inf"), 0.0)
         for _ in range(_CLOCK_READINGS):
             asked = self._now()
@@ -263,7 +268,7 @@ class _Examination:
                 return answer.reason if isinstance(answer, Unable) else "its answer is another one"
             trip = heard - asked
             best = min(best, (trip, answer.unix - (unix - trip / 2)))
-        # As far off as the way there and back is long, it may be right.
+        # An offset within half the round trip may be zero.
         trip, offset = best
         return 0.0 if abs(offset) <= trip / 2 else offset
 
@@ -313,7 +318,7 @@ class _Examination:
         )
 
     def _places(self) -> tuple[tuple[Place, ...], int]:
-        """Return the distinct paths that nodes must have alike, at most `_MOST_PLACES`, and the
+        """Return the distinct paths that all nodes must have, at most `_MOST_PLACES`, and the
         number of those left out."""
         found = [Place(path=path, use="data") for path in self._wish.data]
         found += [Place(path=path, use="checkpoints") for path in self._wish.checkpoints]
@@ -383,7 +388,7 @@ class _Examination:
             yield finding
 
     async def _listen(self) -> dict[NodeName, int | str]:
-        """The port of each, or why it has none."""
+        """Have each node listen; return its port, or the reason why it has none."""
         order = Listen(secret=self._secret, seconds=_LISTENING_S)
         self._listening = {*self._there}
         answers = await asyncio.gather(*(self._ask(name, order) for name in self._there))
@@ -395,14 +400,14 @@ class _Examination:
     async def _pair(
         self, one: NodeName, other: NodeName, ports: Mapping[NodeName, int | str], most: int
     ) -> dict[ways.End, Way]:
-        """Both ways at once, then how much gets through, which needs the way for itself."""
+        """Measure the link in both directions at once, then its rate, alone."""
         ends = ((one, other), (other, one))
 
         async def call(here: NodeName, there: NodeName, most_bytes: int) -> Way | None:
             address, port = self._nodes[there].facts.address, int(ports[there])
             order = Call(address=address, port=port, most_bytes=most_bytes, seconds=_SENDING_S)
             answer = await self._ask(here, order)
-            # Who does not answer says nothing about the way.
+            # A node that does not answer says nothing about the link.
             return answer if isinstance(answer, Way) else None
 
         answers = await asyncio.gather(*(call(here, there, 0) for here, there in ends))
@@ -445,7 +450,7 @@ def _of_head(finding: Finding) -> Finding:
 
 
 def _of_state(state: ClusterState, node: Node) -> Iterator[Finding]:
-    """Yield findings on the node that the master can tell from its own state."""
+    """Yield findings on the node from the master's own state."""
 
     def finding(level: Level, what: str, fix: str) -> Finding:
         return Finding(check="agent", level=level, what=what, fix=fix)

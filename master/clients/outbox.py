@@ -1,8 +1,8 @@
 """Outbox of one agent's session: messages to send, and when records are acknowledged.
 
-An outbox holds at most one message of each kind, besides operators' questions: a newer assignment
+An outbox holds at most one message of each kind, besides operators' questions. A newer assignment
 replaces an older one, a higher acknowledgement a lower one. So the queue of a slow agent stays
-bounded, and no other task waits for it. A `Budget` bounds how much one sender may do in a time.
+bounded, and no other task waits for it. A `Budget` bounds one sender's rate.
 """
 
 import asyncio
@@ -16,24 +16,24 @@ from oobleck.proto import control_pb2 as pb
 from oobleck.proto.assignments import assignment_message
 from oobleck.proto.types import Assignment
 
-#: Messages of one agent that may wait for the master's loop; then its stream is not read.
+#: Unhandled messages of one agent, from which on its stream is not read.
 _MOST_UNREAD = 256
-#: Messages of one agent that are read in a second, and at once; of a large one each 4 KiB counts.
+#: Messages of one agent read per second, and in a burst; each 4 KiB of a large one counts.
 _MESSAGES_PER_S, _MESSAGES_AT_ONCE = 500.0, 4096
 _COUNTED_BYTES = 4096
-#: The agents that send records are told at most once in this time what is on disk.
+#: Shortest interval of acknowledgements to agents that send records.
 SENDERS_S = 0.5
-#: And so are all others, who keep the same records. Well below the time for which they hold theirs
-#: back (4 s), so that those are not sent for nothing.
+#: The same for all other agents, which keep the same records. Well below the time for which they
+#: hold theirs back (4 s), so that those are not sent for nothing.
 OTHERS_S = 2.0
-#: So many of the others are told at once, and the next so much later.
+#: Size of a batch of other agents that are acknowledged at once, and interval between batches.
 _TOLD_AT_ONCE = 50
 _TELLING_S = 0.05
 
 
 @dataclass(slots=True)
 class Budget:
-    """A token bucket: `burst` at once, and `per_s` more each second."""
+    """Token bucket: `burst` at once, and `per_s` more each second."""
 
     per_s: float
     burst: float
@@ -41,7 +41,7 @@ class Budget:
     _at: float | None = None
 
     def take(self, amount: float, now: float) -> bool:
-        """Take that much if it is there; returns whether it was."""
+        """Take `amount` if it is available; return whether it was."""
         self._fill(now)
         if self._there < amount:
             return False
@@ -49,8 +49,8 @@ class Budget:
         return True
 
     def owe(self, amount: float, now: float) -> float:
-        """Take that much at once; returns after how many seconds it will have been there. Nobody
-        owes more than a burst."""
+        """Take `amount` at once, and return the seconds until it will have been available. The debt
+        is at most one burst."""
         self._fill(now)
         self._there = max(-self.burst, self._there - amount)
         return max(0.0, -self._there / self.per_s)
@@ -72,21 +72,21 @@ class AgentSession:
     newer: bool = False
     #: Taken for each message handed to the loop, released when the loop has handled it.
     credit: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_MOST_UNREAD))
-    #: How fast its agent is read: what comes faster waits in its own connection.
+    #: Limit on reading the agent's messages: faster ones wait in its own connection.
     pace: Budget = field(default_factory=lambda: Budget(_MESSAGES_PER_S, _MESSAGES_AT_ONCE))
-    #: Version of the newest assignment that was put into the outbox.
+    #: Version of the newest assignment in the outbox.
     told_version: int = -1
-    #: Its node was held when the agent was looked after last, so what it told was passed over.
+    #: Its node was held when the session was last briefed, so its reports were ignored.
     held: bool = False
     _assignment: Assignment | None = None
     _acks: dict[JobId, tuple[int, int]] = field(default_factory=dict)
-    #: Questions that no answer of the master's loop waits for; few, since operators ask them.
+    #: Questions with answers that the master's loop does not await; few, since operators ask them.
     _questions: list[pb.MasterMessage] = field(default_factory=list)
     _refusal: Refusal | None = None
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def rest(self, size: int) -> None:
-        """Return when a message of so many bytes may be looked at."""
+        """Return when the pace allows a message of `size` bytes."""
         count = 1 + size // _COUNTED_BYTES
         await asyncio.sleep(self.pace.owe(count, asyncio.get_running_loop().time()))
 
@@ -96,22 +96,22 @@ class AgentSession:
         self._changed.set()
 
     def acknowledge(self, job_id: JobId, through_step: int, evaluated_step: int) -> None:
-        """Tell how far records of steps, and evaluations, are on disk."""
+        """Send how far step records and evaluations are on disk."""
         self._acks[job_id] = through_step, evaluated_step
         self._changed.set()
 
     def ask(self, question: pb.MasterMessage) -> None:
-        """Tell it at the next opportunity; the answer may never come."""
+        """Send the question at the next opportunity; it may never be answered."""
         self._questions.append(question)
         self._changed.set()
 
     def end(self, refusal: Refusal) -> None:
-        """Close the session after this last word."""
+        """Send this refusal as the last message, and close the session."""
         self._refusal = refusal
         self._changed.set()
 
     async def outgoing(self) -> list[pb.MasterMessage]:
-        """Wait for something to tell; a message with `refused` is the last."""
+        """Wait for messages to send, and return them; a message with `refused` is the last."""
         await self._changed.wait()
         self._changed.clear()
         messages = []
@@ -131,15 +131,15 @@ class AgentSession:
 
 
 class Rounds:
-    """Tells sessions in turn of the jobs whose records have come, a few at a time: to write to a
-    thousand of them at once would keep everybody else waiting."""
+    """Rounds of acknowledgements: batches of sessions, for the jobs that got new records. Writing
+    to a thousand sessions at once would keep all other tasks waiting."""
 
     def __init__(self, at_most_every_s: float) -> None:
         self._at_most_every_s = at_most_every_s
-        #: Whose records have come since the round began, and when the next one may.
+        #: Jobs that got records since the round began, and the earliest time of the next round.
         self._noted: set[JobId] = set()
         self._next_round_at = 0.0
-        #: What this round tells, to which sessions (by number) still, and when to the next few.
+        #: Jobs of this round, session ids still to send to, and the time of the next batch.
         self._jobs: list[JobId] = []
         self._left: deque[int] = deque()
         self._free_at = 0.0
@@ -155,7 +155,7 @@ class Rounds:
         return self._next_round_at if self._noted else None
 
     def take(self, now: float, sessions: Iterable[int]) -> tuple[list[JobId], list[int]]:
-        """Return the jobs to acknowledge now, and which of `sessions` to tell."""
+        """Return the jobs to acknowledge now, and the sessions of the next batch."""
         if (due_at := self.due_at) is None or now < due_at:
             return [], []
         if not self._left:

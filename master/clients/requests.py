@@ -1,13 +1,13 @@
 """Requests of operators: jobs, checkpoints, drains, credentials, and the adoption of jobs.
 
 Each request becomes one event. A request that is repeated with the same id gets the first answer
-again. The answer comes when the event is on disk. The caller must still be trusted in the iteration
-that decides, which comes after the request. Must not know gRPC, nor who may ask what.
+again. The answer is sent when the event is on disk. The caller must still be trusted in the later
+iteration that decides. Must not know gRPC, nor permissions.
 
-A job that nodes train and this master does not know is adopted while it trains on. The agents have
-what is needed: the job's text, its plan, their processes, its progress, and the wheel that it
-brought. They are asked when an operator wants the job, and not before. Once the job is journaled,
-`oobleck.master.rules.adoption` takes over its plan.
+A job that nodes train and this master does not know is adopted while it trains. The agents provide
+the job's text, its plan, their processes, its progress, and its wheel. They are asked only when an
+operator wants the job. Once the job is journaled, `oobleck.master.rules.adoption` takes over its
+plan.
 """
 
 from collections.abc import Callable
@@ -54,12 +54,13 @@ from oobleck.master.state.cluster import ClusterState
 from oobleck.proto import control_pb2 as pb
 
 T = TypeVar("T")
-#: Most of a job's name that becomes part of its id.
+#: Longest part of a job's name in its id.
 _NAME_IN_ID = 48
-#: For all its nodes to say what job it is; and for one of them to give the job's wheel back.
+#: Time-outs for all nodes to send the job's text, and for one of them to return its wheel.
 _ANSWER_S, _WHEEL_S = 10.0, 120.0
 _LOOK_S = 0.1
-#: What no agent has. Of the job itself, what is lost is said by the step that its records go on at.
+#: Losses of an adoption, since no agent has these. Further losses follow from the step at which the
+#: job's records resume.
 LOST: tuple[str, ...] = (
     "other jobs, the queue, drains and join tokens of the master that had the job",
     "revocations: a certificate that was revoked is valid again; name it to 'oobleck pki revoke'",
@@ -78,9 +79,9 @@ class Requests:
         sessions: Sessions,
         caller: "Identity | None" = None,
     ) -> None:
-        """`caller`: who asks; None: somebody on this host, where all is in the clear.
+        """Serve the requests of `caller`; None: a caller on this host, in the clear.
 
-        All methods raise Denied where the caller is trusted no more, and StorageFailed.
+        All methods raise Denied where the caller is no longer trusted, and StorageFailed.
         """
         self._config = config
         self._caller = caller
@@ -89,7 +90,7 @@ class Requests:
         self._sessions = sessions
 
     def of(self, caller: "Identity | None") -> "Requests":
-        """The same for this caller."""
+        """Return these requests on behalf of `caller`."""
         return Requests(self._config, self._ledger, self._inbox, self._sessions, caller)
 
     def check(self) -> None:
@@ -105,7 +106,8 @@ class Requests:
         profile: Profile | None = None,
         profile_only: bool = False,
     ) -> JobId:
-        """`profile`: of the file that the job names; `profile_only`: end once it is measured."""
+        """Record the job in the journal, and return its id. `profile`: from the file that the job
+        names; `profile_only`: end once it is measured."""
         ledger = self._ledger
         if ledger.problem and request_id not in ledger.state.requests:
             raise StorageFailed(ledger.problem)
@@ -129,7 +131,7 @@ class Requests:
         return await self._ask(answer)
 
     async def adopt(self, request_id: str, job_id: JobId, spec: JobSpec) -> None:
-        """Make a job that nodes train this master's own. Raises NotAdopted."""
+        """Adopt a job that nodes train. Raises NotAdopted."""
         ledger = self._ledger
 
         def answer(_: float) -> NotAdopted | None:
@@ -159,8 +161,8 @@ class Requests:
             raise why
 
     async def end_unknown(self, job_id: JobId) -> tuple[NodeName, ...]:
-        """Have the workers end of a job that this master does not know; return their nodes, or
-        nothing where no node has such a job."""
+        """End the workers of a job that this master does not know; return their nodes, or none
+        where no node has such a job."""
 
         def answer(_: float) -> tuple[NodeName, ...]:
             held = self._ledger.state.held.get(job_id, [])
@@ -183,7 +185,7 @@ class Requests:
             number += 1
 
     async def save(self, request_id: str, job_id: JobId) -> int:
-        """The number of the request for a checkpoint of the job, which is known; 0: it has ended
+        """Request a checkpoint of a known job. Return the request's number; 0: the job has ended
         and was just forgotten.
         """
 
@@ -202,22 +204,22 @@ class Requests:
         return await self._ask(answer)
 
     async def cancel(self, request_id: str, job_id: JobId) -> None:
-        """`job_id` is known."""
+        """Request the cancellation of a known job."""
 
         def answer(_: float) -> None:
-            job = self._ledger.state.jobs.get(job_id)  # one that has ended may be forgotten
+            job = self._ledger.state.jobs.get(job_id)  # a job that has ended may be forgotten
             if job is not None and job.state not in ENDED and not job.cancel_requested:
                 self._ledger.journal(JobCancelRequested(job_id=job_id, request_id=request_id))
 
         await self._ask(answer)
 
     async def drain(self, request_id: str, node: NodeName, reason: str, *, force: bool) -> None:
-        """`node` is known."""
+        """Request the drain of a known node."""
         event = NodeDrainRequested(node=node, request_id=request_id, reason=reason, force=force)
         await self._about_node(event, lambda _: event)
 
     async def undrain(self, request_id: str, node: NodeName) -> None:
-        """`node` is known."""
+        """Make a known node take part again."""
         event = NodeUndrained(node=node, request_id=request_id)
         await self._about_node(
             event, lambda known: msgspec.structs.replace(event, excused=known.troubles)
@@ -230,15 +232,15 @@ class Requests:
     ) -> None:
         def answer(_: float) -> None:
             state = self._ledger.state
-            # One that is lost may be forgotten meanwhile.
+            # A lost node may be forgotten meanwhile.
             if asked.node in state.nodes and asked.request_id not in state.node_requests:
                 self._ledger.journal(event(state.nodes[asked.node]))
 
         await self._ask(answer)
 
     async def change_trust(self, decide: Decide[T]) -> T:
-        """Journal the event that `decide` asks for, and return its answer once that is on disk.
-        Raises what `decide` raises."""
+        """Decide on a change of trust, journal its event, and return the answer once that is on
+        disk. Raises the errors of `decide`."""
 
         def answer(_: float) -> T:
             event, value = decide(self._ledger.state.trust, self._ledger.unix())
@@ -279,15 +281,15 @@ class Adoptions:
         environment: Environment,
         session: Callable[[NodeName], AgentSession | None],
     ) -> None:
-        """`session`: the newest one of a node, if one is open."""
+        """Adopt jobs. `session`: returns a node's newest session, if one is open."""
         self._state = state
         self._now = environment.now
         self._session = session
-        #: From anywhere, so that no answer to the master before is one to this.
+        #: Starts at random, so that no answer to an earlier master is taken for one to this.
         self._numbers = itertools.count(1 + secrets.randbits(32))
-        #: By node and number of the question.
+        #: Texts awaited, by node and number of the question.
         self._asked: dict[tuple[NodeName, int], asyncio.Future[str]] = {}
-        #: Hashes of wheels that nodes were asked for.
+        #: Hashes of wheels requested from nodes.
         self.wanted: set[str] = set()
 
     def job_told(self, node: NodeName, number: int, text: str) -> None:
@@ -303,10 +305,10 @@ class Adoptions:
         requests: Requests,
         has_wheel: Callable[[str], bool],
     ) -> Sequence[str]:
-        """Take the job over, and return what is lost of it, a line each.
+        """Adopt the job, and return its losses, a line each.
 
-        `requests`: of the caller; `has_wheel`: whether the wheel with that hash is on disk. Raises
-        NotAdopted, and what `requests` raises.
+        `requests`: the caller's; `has_wheel`: returns whether the wheel with that hash is on disk.
+        Raises NotAdopted, and the errors of `requests`.
         """
         requests.check()
         if request_id in self._state.requests:
@@ -321,7 +323,7 @@ class Adoptions:
         return lost
 
     async def _texts(self, job_id: JobId, nodes: Sequence[NodeName]) -> Mapping[NodeName, str]:
-        """Return the job's text by each node. Raises NotAdopted where one does not answer."""
+        """Return each node's text of the job. Raises NotAdopted where one does not answer."""
         asked: dict[NodeName, asyncio.Future[str]] = {}
         try:
             for node in nodes:
@@ -345,7 +347,7 @@ class Adoptions:
     async def _fetch(
         self, digest: str, nodes: Sequence[NodeName], has_wheel: Callable[[str], bool]
     ) -> bool:
-        """Have a node give the wheel back, and return whether it is on disk."""
+        """Have a node return the wheel, and return whether it is on disk."""
         self.wanted.add(digest)
         until = self._now() + _WHEEL_S
         try:
@@ -365,7 +367,7 @@ class Adoptions:
 
 
 def _read(texts: Mapping[NodeName, str]) -> JobSpec:
-    """Raises NotAdopted where the nodes do not tell one job."""
+    """Parse the job's text. Raises NotAdopted where the nodes report different jobs."""
     if lacking := [node for node, text in texts.items() if not text]:
         raise NotAdopted(f"{', '.join(lacking)} has no such job any more")
     specs: dict[str, list[NodeName]] = {}

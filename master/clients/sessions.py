@@ -1,7 +1,7 @@
-"""The agents' sessions: who is admitted, where their messages go, and what each is told.
+"""Agents' sessions: admission, routing of their messages, and messages sent to each.
 
 Handlers run in an iteration of the loop, in the order of arrival. Only the loop calls `brief` and
-`acknowledge`, once everything that they tell is on disk. Must not know gRPC.
+`acknowledge`, once everything that they send is on disk. Must not know gRPC.
 """
 
 import logging
@@ -43,19 +43,19 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: A node may register so often, and at most so often at once.
+#: Registrations of one node per second, and in a burst.
 _REGISTRATIONS_PER_S, _REGISTRATIONS_AT_ONCE = 1.0, 30
-#: Its word begins so many terms of this master.
+#: Terms of this master that one node's reports may begin.
 _TERMS_PER_S, _TERMS_AT_ONCE = 1 / 600, 3
-#: And so much output of its workers is kept.
+#: Bytes of its workers' output that are kept.
 _OUTPUT_BYTES_PER_S, _OUTPUT_BYTES_AT_ONCE = 1 << 20, 16 << 20
-#: Refusals of one node's words are logged once for each of so many reasons.
+#: Most distinct refusals of nodes' messages that are logged.
 _MOST_TOLD = 1000
 
 
 @dataclass(slots=True)
 class _Sender:
-    """Bounds one node, over all its sessions."""
+    """Quotas of one node, over all its sessions."""
 
     registrations: Budget = field(
         default_factory=lambda: Budget(_REGISTRATIONS_PER_S, _REGISTRATIONS_AT_ONCE)
@@ -63,13 +63,13 @@ class _Sender:
     output: Budget = field(
         default_factory=lambda: Budget(_OUTPUT_BYTES_PER_S, _OUTPUT_BYTES_AT_ONCE)
     )
-    #: What it has heard may have this master begin a term.
+    #: Terms that its reports may make this master begin.
     terms: Budget = field(default_factory=lambda: Budget(_TERMS_PER_S, _TERMS_AT_ONCE))
-    #: Lines of output that were dropped since the last that were kept.
+    #: Lines of output that were dropped since the last kept ones.
     dropped: int = 0
     #: Head for which its last registration was refused.
     followed: Head | None = None
-    #: Of its newest status.
+    #: Processes of its newest status.
     processes: tuple[Incarnation, ...] = ()
 
 
@@ -82,11 +82,11 @@ class Sessions:
         changes: Changes,
         new_id: Callable[[], str],
     ) -> None:
-        """`new_id`: makes a random one."""
+        """Serve agents. `new_id` makes a random id."""
         self._new_id = new_id
-        #: Messages that were dropped, by reason.
+        #: Dropped messages, by reason.
         self.refused: Counter[str] = Counter()
-        #: And those that were taken, by kind.
+        #: Accepted messages, by kind.
         self.received: Counter[str] = Counter()
         self._timing = config.timing
         self._ledger = ledger
@@ -94,13 +94,13 @@ class Sessions:
         self._changes = changes
         self._to_senders = Rounds(SENDERS_S)
         self._to_all = Rounds(OTHERS_S)
-        #: Sessions that records came from, since those were last acknowledged.
+        #: Sessions that have sent records since their last acknowledgement.
         self._senders: set[int] = set()
         self._open: dict[int, AgentSession] = {}
         self._last_number = 0
         self._by_node: dict[NodeName, _Sender] = {}
         self._confirmations = Confirmations(ledger, config.timing.heartbeat_s)
-        #: Of each process in the newest statuses.
+        #: Place of each process in the newest statuses.
         self._places: dict[Incarnation, WorkerId] = {}
         #: Refusals that were logged.
         self._logged: set[tuple[NodeName, str]] = set()
@@ -125,12 +125,12 @@ class Sessions:
         """Number of sessions opened since this master started."""
         return self._last_number
 
-    # ---- what agents tell
+    # ---- messages from agents
 
     async def open(
         self, registration: Registration, caller: "Identity | None" = None
     ) -> AgentSession | Refusal:
-        """`caller`: who registers; None: somebody on this host, where all is in the clear."""
+        """Register an agent. `caller`: its identity; None: an agent on this host, in the clear."""
         opened: list[AgentSession] = []
 
         def register(arrived_at: float) -> AgentSession | Refusal:
@@ -146,7 +146,7 @@ class Sessions:
         try:
             return await self._inbox.ask(register)
         except BaseException:
-            # The agent is gone, and nobody else closes what is opened for it, maybe only later.
+            # The agent is gone: close a session that is opened for it, maybe only later.
             self._inbox.post(closed)
             raise
 
@@ -167,7 +167,7 @@ class Sessions:
         self._begin_term(registration, arrived_at)
         verdict = admit(ledger.state, registration, arrived_at, self._timing)
         if isinstance(verdict, Refusal):
-            # An agent that follows another head comes again every second, for days.
+            # An agent that follows another head retries every second, for days.
             sender = self._sender(facts.node)
             if verdict.follows is None or verdict.follows != sender.followed:
                 log.warning("agent refused", extra={"node": facts.node, "reason": verdict.reason})
@@ -201,7 +201,7 @@ class Sessions:
         return session
 
     def _begin_term(self, registration: Registration, now: float) -> None:
-        """Go on in a term of this master's own where agents know more than its journal."""
+        """Begin a term of this master's own where agents know more than its journal."""
         state, node = self._ledger.state, registration.facts.node
         began = next_term(state, registration.acted_on, self._new_id)
         if began is None:
@@ -220,7 +220,7 @@ class Sessions:
         self._inbox.post(handle)
 
     async def receive(self, session: AgentSession, message: Incoming) -> None:
-        """Hand over an agent's message; waits where too many of its messages wait."""
+        """Queue an agent's message; wait while too many of its messages are queued."""
         await session.credit.acquire()
 
         def handle(arrived_at: float) -> None:
@@ -268,15 +268,15 @@ class Sessions:
                 self._take_records(session, message, arrived_at)
 
     def _why_refused(self, node: NodeName, report: WorkerReport) -> str:
-        """Return why the report does not count; empty: it does. A process that another node's
-        status lists is that node's, even where no plan counts on it."""
+        """Return why the report is refused; empty: it is not. A process that another node's status
+        lists is that node's, even where no plan counts on it."""
         if self._places.get(report.incarnation, own := WorkerId(node, report.slot)) != own:
             return "a report of another one's process"
         return why_refused(self._ledger.state, node, report)
 
     def _believed(self, node: NodeName, status: NodeStatus) -> NodeStatus:
-        """Return what of it counts. Of a process that two places name, the first one has it, as
-        long as its node is not lost."""
+        """Return the part of the status that counts. If two places name a process, the first one
+        has it, as long as its node is not lost."""
         state = self._ledger.state
         known = believed(state, node, status)
         sender = self._sender(node)
@@ -284,7 +284,7 @@ class Sessions:
         if status.job_id is not None and (
             status.job_id not in state.jobs or state.nodes[node].held is not None
         ):
-            # No plan counts on them, and the node is held by its own word alone.
+            # No plan counts on these processes, and the node's own report alone holds it.
             sender.processes = ()
             return status
         own = tuple(
@@ -332,20 +332,20 @@ class Sessions:
         return self._by_node[node]
 
     def _takes(self, process: Incarnation, place: WorkerId) -> bool:
-        """Have the process be in that place, and return whether it is."""
+        """Assign the process to the place if it is free, and return whether it is there."""
         known, nodes = self._places.get(process), self._ledger.state.nodes
         if known is None or known.node not in nodes or not nodes[known.node].registered:
             known = self._places[process] = place
         return known == place
 
     def _give_up(self, node: NodeName, sender: _Sender) -> None:
-        """Have the processes of the node's newest status be nobody's."""
+        """Free the places of the processes in the node's newest status."""
         for process in sender.processes:
             if (place := self._places.get(process)) is not None and place.node == node:
                 del self._places[process]
 
     def _refuse(self, node: NodeName, reason: str) -> None:
-        """Count it, and log it once. Empty: there is nothing to refuse."""
+        """Count a refusal, and log it once; empty: nothing is refused."""
         if not reason:
             return
         self.refused[reason] += 1
@@ -354,8 +354,8 @@ class Sessions:
             log.warning("an agent's word does not count", extra={"node": node, "why": reason})
 
     def pass_over_lost(self, now: float, late_s: float) -> None:
-        """Records that waited in vain for those of steps before, or for another node's word, wait
-        no more."""
+        """Release records that waited in vain for those of earlier steps, or for another node's
+        report."""
         for node in self._confirmations.look(now):
             reason = "to send again the records that were too many to keep"
             self.end_of(node, Refusal(reason=reason, temporary=True))
@@ -368,7 +368,7 @@ class Sessions:
         self._note_waiting(now)
 
     def _go_on(self, job_id: JobId, now: float) -> None:
-        """Take the records that have waited for others."""
+        """Take the records that have waited for earlier ones."""
         if records := self._ledger.archive.take_records(job_id, ()):
             self._ledger.observe(RecordsReceived(job_id=job_id, records=records), now)
             self._to_all.note(job_id)
@@ -381,10 +381,10 @@ class Sessions:
         if waiting != job.seen.steps.records_wait:
             self._ledger.observe(RecordsWait(job_id=job.id, waiting=waiting), now)
 
-    # ---- what agents are told
+    # ---- messages to agents
 
     def brief(self) -> None:
-        """Have every agent told what has changed for it."""
+        """Send every agent its changes."""
         for session in self:
             self._brief(session)
 
@@ -411,7 +411,7 @@ class Sessions:
         return min((at for at in due if at is not None), default=None)
 
     def acknowledge(self) -> None:
-        """Have the agents told how far the records are on disk."""
+        """Acknowledge to agents the records that are on disk."""
         now = self._ledger.now()
         jobs, senders = self._to_senders.take(now, self._senders)
         self._senders.difference_update(senders)
@@ -419,7 +419,7 @@ class Sessions:
         self._tell_stored(*self._to_all.take(now, self._open))
 
     def _tell_stored(self, jobs: Iterable[JobId], sessions: Iterable[int]) -> None:
-        """`sessions`: the numbers of some that are open, or were."""
+        """Acknowledge `jobs` to the open ones of these `sessions` (numbers)."""
         there = [self._open[number] for number in sessions if number in self._open]
         for job_id in jobs:
             archive = self._ledger.archive
@@ -439,7 +439,7 @@ class Sessions:
             self._to_all.note(job_id)
 
     def end_of(self, node: NodeName, refusal: Refusal) -> None:
-        """End what sessions the node has, with this last word."""
+        """End the node's sessions with this refusal."""
         for session in self:
             if session.node == node:
                 self._end(session, refusal)
@@ -450,6 +450,6 @@ class Sessions:
 
 
 def _is_of_a_job_here(state: ClusterState, node: Node) -> bool:
-    """Return whether the node, which was held, trains a job that is this master's now."""
+    """Return whether the node, which was held, trains a job of this master."""
     there = node.held is None and not node.stale_workers
     return there and node.seen.status.job_id in state.jobs

@@ -1,4 +1,4 @@
-"""Timelines: has the workers of a job record the same steps, and gathers what they recorded.
+"""Timelines: has the workers of a job record the same steps, and gathers the recordings.
 
 A timeline is not state: it is not journaled, and a master that restarts forgets it. All times are
 put on the master's clock. Round trips over an agent's stream measure the offset of its node's
@@ -26,17 +26,17 @@ from oobleck.proto import control_pb2 as pb
 #: Round trips per node.
 _ROUND_TRIPS = 8
 _ROUND_TRIP_LIMIT_S = 2.0
-#: The recording is asked for so long before its first step, so that the word reaches everyone; a
-#: wish that came too late is repeated with more.
+#: Lead time from the request to the first recorded step, so that the request reaches all workers in
+#: time. Each further attempt has a longer lead.
 _AHEAD_S = 0.5
 _ATTEMPTS = 4
-#: Of one recording: a hundred steps have less.
+#: Most characters of one recording: a hundred steps have less.
 MOST_CHARACTERS = 16 << 20
-#: Messages that one recording comes in; agents cut it into parts of half a million characters.
+#: Most messages per recording; agents cut it into parts of half a million characters.
 _MOST_PARTS = 64
-#: Between two looks at whether the job still trains.
+#: Interval at which the job's state is checked.
 _LOOK_S = 1.0
-#: So often at a change of the plan, before it is waited for no more.
+#: Checks of a changing plan before giving up.
 _CHANGE_LOOKS = 30
 
 
@@ -62,15 +62,15 @@ class Timelines:
         self._boot = boot_id()
         self._last_number = 0
         self._wishes: dict[int, _Wish] = {}
-        #: Of recordings that have come in part, while somebody waits for one.
+        #: Parts received of awaited recordings.
         self._parts: dict[WorkerId, list[str]] = {}
         self._readings: dict[tuple[NodeName, int], asyncio.Future[pb.ClockRead]] = {}
 
-    # ---- what agents tell
+    # ---- messages from agents
 
     def take_recording(self, node: NodeName, message: pb.Recorded) -> bool:
-        """Take a recording, or a part of one, that somebody waits for; returns whether anybody
-        does. Raises ValueError where the recording cannot be read."""
+        """Take a recording, or a part of one, that an operator waits for; return whether one does.
+        Raises ValueError where the recording cannot be read."""
         worker = WorkerId(node, message.slot)
         waiting = [w for w in self._wishes.values() if w.job_id == message.job_id]
         if not any(worker in wish.workers - wish.found.keys() for wish in waiting):
@@ -89,8 +89,8 @@ class Timelines:
         return True
 
     def _whole(self, worker: WorkerId, message: pb.Recorded) -> str | None:
-        """Join the parts of a recording; None: some are still to come, or were lost with a
-        connection. Raises ValueError."""
+        """Join the parts of a recording; None: some are missing, or were lost with a connection.
+        Raises ValueError."""
         parts = self._parts.pop(worker, [])
         if message.part == 0:
             parts = []
@@ -111,10 +111,10 @@ class Timelines:
         if reading is not None and not reading.done():
             reading.set_result(message)
 
-    # ---- what operators ask
+    # ---- requests of operators
 
     async def trace(self, job: Job, steps: int) -> bytes:
-        """The Chrome trace of `steps` steps to come. Raises NoTimeline."""
+        """Return the Chrome trace of the next `steps` steps. Raises NoTimeline."""
         for attempt in range(_ATTEMPTS):
             plan = await self._next_plan(job)
             clocks = await self._clocks(plan)
@@ -124,7 +124,7 @@ class Timelines:
         raise NoTimeline(f"job {job.id}: its steps are too short, or its plan changes too often")
 
     async def _next_plan(self, job: Job) -> Plan:
-        """The plan that the job trains by, after a change of it that is under way."""
+        """Return the plan that the job trains by, after any change that is under way."""
         for _ in range(_CHANGE_LOOKS):
             if job.state != "reconfiguring":
                 break
@@ -169,7 +169,7 @@ class Timelines:
         return found if whole else None
 
     def _of(self, plan: Plan) -> list[AgentSession]:
-        """The sessions of all nodes of `plan`."""
+        """Return the sessions of all nodes of `plan`. Raises NoTimeline."""
         nodes = {worker.node for worker in plan.workers}
         found = {session.node: session for session in self._sessions() if session.node in nodes}
         if missing := sorted(nodes - set(found)):
@@ -203,20 +203,20 @@ class Timelines:
 
 
 def round_trip(asked_ns: int, read_ns: int, heard_ns: int) -> Clock:
-    """A clock that was read at some time between two times of one's own (Cristian 1989)."""
+    """Return a clock's offset from a reading between two times of this host (Cristian 1989)."""
     middle, half = (asked_ns + heard_ns) // 2, (heard_ns - asked_ns + 1) // 2
     return Clock(offset_ns=middle - read_ns, error_ns=half)
 
 
 def _training(job: Job) -> Plan:
-    """The plan that the job trains by. Raises NoTimeline."""
+    """Return the plan that the job trains by. Raises NoTimeline."""
     if job.state in ENDED or job.current.made is None or job.state != "running":
         raise NoTimeline(f"job {job.id} is {job.state}; a timeline is of one that is running")
     return job.current.made.plan
 
 
 def _step_in(job: Job, ahead_s: float) -> int:
-    """The step that begins no sooner than in `ahead_s`."""
+    """Return a step that begins no sooner than in `ahead_s`."""
     recent = job.seen.steps.recent
     shortest_s = min((record.step_seconds for record in recent), default=ahead_s)
     committed = recent[-1].step if recent else 0

@@ -1,13 +1,13 @@
 """Confirmation of reports that all workers make alike: they count when a second node agrees.
 
 Every worker makes the record of every step and of every evaluation, and reports every return to a
-checkpoint. So one agent that lies changes nothing. Its word counts alone only where nobody else can
-say anything: the plan has one node, the others are lost, or they have reported something later,
-since agents report in order. Then the line in the job's file names the node. The end of a job
-changes none of this. If two words differ, the operator is told, and a third one decides.
+checkpoint. So one lying agent changes nothing. A report of one node alone counts only where no
+other node can report. Then the plan has one node, or the others are lost or have reported something
+later, since agents report in order. The line in the job's file names that node. The end of a job
+changes none of this. If two reports differ, the operator is informed, and a third one decides.
 
-`Confirmations` then has the ledger take what counts; it is called in iterations of the loop. All is
-forgotten with the master's process: agents keep what is not on disk, and report it again.
+`Confirmations` passes confirmed reports to the ledger, in iterations of the loop. Everything is
+forgotten with the master's process: agents keep reports that are not on disk, and repeat them.
 """
 
 import logging
@@ -32,27 +32,27 @@ log = logging.getLogger(__name__)
 
 
 W = TypeVar("W", StepRecord, EvaluationRecord, Restored)
-#: Words of one node that may wait for others; its agent is asked for more of them later.
+#: Unconfirmed reports kept per node; its agent is asked for more later.
 MOST_WAITING = 8192
-#: What the others have passed so long ago, and do not tell of, they have lost.
+#: After this time, a report that all others have passed and do not confirm is lost to them.
 LOST_S = 30.0
-#: A node that is not heard of for so many heartbeats is not waited for.
+#: Heartbeats missed until a node is no longer waited for.
 SILENT = 4
-#: Those that wait longer wait for somebody who is slow, or gone.
+#: Reports that wait longer than this wait for a slow or lost node.
 _LONG_S = 1.0
-#: Of what waits, so much is looked at in one turn of the master's.
+#: Waiting reports examined per iteration.
 _LOOKED_AT = 256
-#: Generations whose nodes are kept.
+#: Generations with known nodes.
 _KNOWN_GENERATIONS = 8
-#: Each worker measures or finds them for itself.
+#: Fields that each worker measures or finds for itself.
 _OWN = frozenset({"step_seconds", "seconds", "time", "passed_over", "told_by", "records_problem"})
-#: So often all that waits for another node is looked at.
+#: Interval at which all waiting reports are examined.
 _LOOK_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
 class Differs:
-    """Two nodes have told different things of the same step."""
+    """Difference between the reports of two nodes about the same step."""
 
     step: int
     nodes: tuple[NodeName, NodeName]
@@ -61,43 +61,43 @@ class Differs:
 
 @dataclass(slots=True)
 class Verdict(Generic[W]):
-    """Says what counts from now on, in order, and what differs."""
+    """Verdict: reports that count from now on, in order, and differences."""
 
-    #: With the only node that told it; empty: several did.
+    #: Each with the only node that reported it; empty: several did.
     words: list[tuple[W, str]] = field(default_factory=list)
     differ: list[Differs] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class _Claim(Generic[W]):
-    """Holds what nodes tell of one step, or of one return to a checkpoint."""
+    """Reports of nodes about one step, or about one return to a checkpoint."""
 
     since: float
-    #: In the order in which they came.
+    #: In the order of arrival.
     words: dict[NodeName, W] = field(default_factory=dict)
-    #: By whose plan each node may tell it.
+    #: Generation whose plan lets each node report it.
     by: dict[NodeName, Generation] = field(default_factory=dict)
 
 
 class Witnesses(Generic[W]):
-    """Holds what nodes have told, of one kind and in one job, and is not settled yet."""
+    """Witnesses of one kind of report in one job: the reports that are not settled yet."""
 
     def __init__(self, number_of: Callable[[W], int], heartbeat_s: float, settled: int = 0) -> None:
-        """`number_of`: what a word is about, a step or a generation; agents tell of them in order.
-        Up to `settled` all is known."""
+        """Settle all up to `settled`. `number_of`: returns a report's step or generation; agents
+        report in that order."""
         self._silent_s = SILENT * heartbeat_s
         self._number_of: Callable[[W], int] = number_of
         self._settled = settled
         self._claims: dict[int, _Claim[W]] = {}
-        #: By node: how many of its words wait, and the last number that it has told of.
+        #: By node, the number of waiting reports, and the last number reported.
         self._waiting: Counter[NodeName] = Counter()
         self._told: dict[NodeName, int] = {}
-        #: Words of theirs were left because too many wait.
+        #: Nodes with reports that were dropped because too many wait.
         self._left: set[NodeName] = set()
         self._tellers: dict[Generation, frozenset[NodeName]] = {}
-        #: The last step that is settled, and its generation: generations do not fall as steps rise.
+        #: The last settled step and its generation: generations do not fall as steps rise.
         self._last: tuple[int, Generation] = settled, Generation(0)
-        #: Pairs that were told of.
+        #: Pairs of nodes whose differences were reported.
         self._differing: set[tuple[NodeName, NodeName]] = set()
 
     def tell(
@@ -108,9 +108,9 @@ class Witnesses(Generic[W]):
         now: float,
         restored_in: Generation = NO_GENERATION,
     ) -> str:
-        """Take the word of a node. Returns why it does not count; empty: it does, or is known.
-        `restored_in`: the generation that has found it beside a checkpoint, whose nodes may tell
-        it, whoever trained in the word's own; 0: none has."""
+        """Take a node's report. Return why it is refused; empty: it counts, or is known.
+        `restored_in`: the generation that found it beside a checkpoint; 0: none. The nodes of that
+        generation may report it, even if others trained it."""
         number, by = self._number_of(word), restored_in or word.generation
         allowed = self._of_generation(job, by)
         if allowed is None and not job.seen.inherited:
@@ -134,23 +134,24 @@ class Witnesses(Generic[W]):
         return ""
 
     def begin_again(self, node: NodeName) -> None:
-        """Know that a new session of its agent tells all that it keeps, from the oldest on."""
+        """Note that a new session of the node's agent repeats all its reports, from the oldest
+        on."""
         self._told.pop(node, None)
 
     def settle_through(self, number: int) -> None:
-        """Forget all up to there: it is known."""
+        """Forget all reports up to `number`: they are known."""
         self._settled = max(self._settled, number)
         for known in [known for known in self._claims if known <= self._settled]:
             self._forget(known)
 
     def ask_again(self) -> list[NodeName]:
-        """Return, once, the nodes of which words were left and none waits any more."""
+        """Return, once, the nodes whose reports were dropped and of which none waits any more."""
         found = [node for node in self._left if not self._waiting[node]]
         self._left.difference_update(found)
         return found
 
     def wait_long(self, job: Job, now: float) -> bool:
-        """Return whether something has waited for longer than it takes a word to come."""
+        """Return whether a report has waited for longer than reports usually take."""
         known: dict[Generation, bool] = {}
         for claim in self._claims.values():
             if now <= claim.since + _LONG_S:
@@ -165,8 +166,8 @@ class Witnesses(Generic[W]):
     def judge(
         self, state: ClusterState, job: Job, now: float, words: Iterable[W] | None = None
     ) -> Verdict[W]:
-        """Return what is settled now, and forget it. `words`: only what they are about; None: the
-        oldest that waits."""
+        """Return newly settled reports, and forget them. `words`: settle only the steps that these
+        are about; None: the oldest that wait."""
         verdict = Verdict[W]()
         if words is None:
             numbers = nsmallest(_LOOKED_AT, self._claims)
@@ -188,15 +189,15 @@ class Witnesses(Generic[W]):
         return verdict
 
     def _is_in_order(self, number: int, by: Generation) -> bool:
-        """Return whether nodes of that generation can tell of the step: nobody who left a plan can
-        tell of what came after it."""
+        """Return whether nodes of generation `by` can report the step. A node that left a plan
+        cannot report later steps."""
         last, generation = self._last
         return by >= generation if number > last else True
 
     def _drop_vain(self, job: Job, number: int, claim: _Claim[W]) -> None:
-        """Forget words that came too early to be refused: steps before theirs have been settled by
-        a newer generation since, or their generation, which the master did not know then, is none,
-        or one without the node."""
+        """Forget reports that arrived too early to be refused. Since then, a newer generation has
+        settled steps before theirs. Or their generation, then unknown to the master, does not exist
+        or lacks the node."""
         for node, by in list(claim.by.items()):
             allowed = self._of_generation(job, by)
             may = job.seen.inherited if allowed is None else node in allowed
@@ -225,7 +226,7 @@ class Witnesses(Generic[W]):
             told[same] = word
         if not told:
             return None
-        # A step that somebody has committed alone, before it was lost, is done again.
+        # A step that one node committed alone, before it was lost, is done again.
         only, word = max(counts.items(), key=lambda one: one[1].generation)
         others = members - counts.keys()
         if any(self._may_yet_tell(state, job, node, number, claim, now) for node in others):
@@ -243,8 +244,8 @@ class Witnesses(Generic[W]):
         claim: _Claim[W],
         now: float,
     ) -> bool:
-        """Return whether its agent may have the word, and has told of nothing that comes later. One
-        that has fallen silent is not waited for as long as for its loss: training may go on."""
+        """Return whether the node may still report this number, and has reported nothing later. A
+        silent node is not waited for until it is lost: training may continue."""
         if node not in state.nodes or not state.nodes[node].registered:
             return False
         silent = state.nodes[node].seen.last_heard < claim.since
@@ -252,8 +253,8 @@ class Witnesses(Generic[W]):
         return here and node not in job.lineage.emptied and self._told.get(node, 0) < number
 
     def _members_of(self, job: Job, claim: _Claim[W]) -> frozenset[NodeName]:
-        """Nodes that may tell of it: of every plan that it may have been committed in, so that
-        nobody shuts others out by naming a plan without them."""
+        """Return the nodes that may report it, of every plan in which it may have been committed.
+        So no node can exclude others by naming a plan without them."""
         nodes = (self._of_generation(job, generation) for generation in claim.by.values())
         return frozenset[NodeName]().union(*filter(None, nodes))
 
@@ -281,7 +282,7 @@ class Witnesses(Generic[W]):
 
 
 def _unlike(one: W, other: W) -> tuple[str, ...]:
-    """The fields that all workers should have told alike, and have not."""
+    """Return the fields that all workers should report alike, and did not."""
     if one.generation != other.generation:  # one of them did it again
         return ()
     shared = (name for name in one.__struct_fields__ if name not in _OWN)
@@ -289,14 +290,14 @@ def _unlike(one: W, other: W) -> tuple[str, ...]:
 
 
 def _fingerprint(word: W) -> bytes:
-    """Equal for words that say the same."""
+    """Return a key that is equal for reports with the same content."""
     shared = [getattr(word, name) for name in word.__struct_fields__ if name not in _OWN]
     return msgspec.json.encode(shared, order="sorted")
 
 
 @dataclass(slots=True)
 class _Claims:
-    """Gathers what nodes have told of one job."""
+    """Reports of one job's nodes."""
 
     job: Job
     records: Witnesses[StepRecord]
@@ -319,8 +320,8 @@ class Confirmations:
         now: float,
         restored_in: Generation = NO_GENERATION,
     ) -> list[str]:
-        """Take what a node tells of steps. Returns why some of the records do not count.
-        `restored_in`: see `Witnesses.tell`."""
+        """Take a node's records of steps. Return why some of them do not count. `restored_in`: see
+        `Witnesses.tell`."""
         claims, refused = self._of(job_id), []
         for record in records:
             reason = "of a step that there is not"
@@ -339,33 +340,35 @@ class Confirmations:
         now: float,
         restored_in: Generation = NO_GENERATION,
     ) -> str:
-        """Take what a node tells of an evaluation. Returns why that does not count, if so."""
+        """Take a node's report of an evaluation. Return why it is refused; empty: it is not."""
         claims = self._of(job_id)
         reason = claims.evaluations.tell(claims.job, node, record, now, restored_in)
         self._settle_evaluations(claims, now, (record,))
         return reason and f"an evaluation {reason}"
 
     def restore(self, job_id: JobId, node: NodeName, restored: Restored, now: float) -> str:
-        """Take what a node tells of a return to a checkpoint, likewise."""
+        """Take a node's report of a return to a checkpoint. Return why it is refused; empty: it is
+        not."""
         claims = self._of(job_id)
         reason = claims.restores.tell(claims.job, node, restored, now)
         self._settle_restores(claims, now, (restored,))
         return reason and f"a restore {reason}"
 
     def begin_again(self, node: NodeName) -> None:
-        """Know that a new session of its agent tells all that it keeps, from the oldest on."""
+        """Note that a new session of the node's agent repeats all its reports, from the oldest
+        on."""
         for claims in self._claims.values():
             for witnesses in (claims.records, claims.evaluations, claims.restores):
                 witnesses.begin_again(node)
 
     def wait_long(self, job_id: JobId, now: float) -> bool:
-        """Return whether records wait for somebody who is slow, or gone."""
+        """Return whether records wait for a slow or lost node."""
         claims = self._claims.get(job_id)
         return claims is not None and claims.records.wait_long(claims.job, now)
 
     def look(self, now: float) -> list[NodeName]:
-        """Look at all that waits: others may be lost by now, or have told of later steps. Returns
-        the nodes that are to tell again what was left of their words."""
+        """Examine all waiting reports: others may be lost, or have reported later steps. Return the
+        nodes that are to repeat dropped reports."""
         if 0 <= now - self._looked_at < _LOOK_S:
             return []
         self._looked_at, again = now, []
