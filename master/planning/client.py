@@ -41,8 +41,8 @@ from oobleck.planner.report.planning import Planning
 
 
 def predicted_bytes(job: Job, nodes: Sequence[Node]) -> Mapping[WorkerId, int]:
-    """The most memory that each worker of the job's plan takes, by the profile of the plan; none
-    where there is no plan, or none of its `nodes` is there."""
+    """Return each worker's predicted peak memory under the job's plan, by the plan's profile. Empty
+    if there is no plan, or none of its `nodes` is there."""
     if job.current.made is None or not nodes:
         return {}
     profile = profile_on(job.spec, Machines.of(job, nodes))
@@ -57,13 +57,13 @@ def _predicted_bytes(plan: Plan, profile: Profile, *, tied: Ties) -> Mapping[Wor
 
 
 def check_enough(job: Job, nodes: Sequence[Node]) -> None:
-    """Raises PlanInfeasible where the job cannot start on `nodes`."""
+    """Check that the job can start on `nodes`. Raises PlanInfeasible."""
     template_sizes(job.spec, Machines.of(job, nodes), len(nodes))
 
 
 def needs_shadows(job: Job, nodes: Sequence[Node]) -> bool:
-    """Return whether `nodes` are fewer than a first plan needs that is made of templates alone.
-    Raises PlanInfeasible where the job cannot start on them."""
+    """Return whether `nodes` are too few for a first plan of templates alone. Raises PlanInfeasible
+    where the job cannot start on them."""
     smallest = template_sizes(job.spec, Machines.of(job, nodes), len(nodes)).start
     return len(nodes) < (job.spec.fault_tolerance + 1) * smallest
 
@@ -83,7 +83,7 @@ def never_fits(job: Job, nodes: Sequence[Node]) -> bool:
 
 
 def first_plan(planner: Planner, job: Job, nodes: Sequence[Node], generation: Generation) -> Plan:
-    """Raises PlanInfeasible, StillPlanning."""
+    """Ask for the job's first plan. Raises PlanInfeasible, StillPlanning."""
     request = FirstPlanRequest(
         spec=job.spec,
         machines=Machines.of(job, nodes),
@@ -115,7 +115,7 @@ def next_plan(
     """Ask for the plan that replaces `job`'s newest one on `live`. Raises StillPlanning,
     PlanInfeasible.
 
-    Where planning fails by an error of ours, plain templates answer a change that must be made.
+    Where planning fails by an internal error, plain templates answer a change that must be made.
     Raises PlanningFailed where they fail too, or where no change has to be made.
     """
     made = job.current.made
@@ -169,7 +169,7 @@ def planning(job: Job, nodes: Sequence[Node]) -> Planning:
 
 
 def _answer(planner: Planner, request: NextPlanRequest) -> Answer:
-    """Raises StillPlanning, PlanInfeasible."""
+    """Ask for the requested plan. Raises StillPlanning, PlanInfeasible."""
     reply = planner.reply(request)
     if isinstance(reply, Infeasible):
         raise PlanInfeasible(*reply.causes)
@@ -181,9 +181,9 @@ def _answer(planner: Planner, request: NextPlanRequest) -> Answer:
 
 
 def _plans(job: Job, made: PlanMade) -> tuple[Plan, Plan]:
-    """The plan to change, and the one of templates behind it. A plan that nobody has entered is
-    passed over: it says of nobody what it holds. With a newcomer that is left out, what it was to
-    change is undone."""
+    """Return the plan to change, and the plan of templates behind it. A plan that no worker has
+    entered is skipped, since it does not say what workers hold. If the newest plan's newcomer is
+    left out, its change is undone."""
     current = job.current
     undone = any(isinstance(loss, NodeLeftOut) for loss in current.losses)
     if job.astray:

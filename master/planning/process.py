@@ -1,8 +1,9 @@
-"""The master's end of the process that makes its plans (`oobleck.master.planning.worker`).
+"""Client of the process that makes the master's plans (`oobleck.master.planning.worker`).
 
-Planning takes a core for seconds, and the libraries for it tens of megabytes; both stay out of the
-process that hears the nodes. The process is started with the first job, so that it is warm when
-that one's nodes are ready, and anew whenever it ends. Must not know what plans are for.
+Planning takes a core for seconds, and its libraries take tens of megabytes. Both stay out of the
+process that serves the nodes. The planning process is started with the first job, so that it is
+warm when that job's nodes are ready. It is restarted whenever it ends. Must not know what plans are
+for.
 """
 
 import asyncio
@@ -23,74 +24,73 @@ from oobleck.master.planning.requests import Broken, PlanReply, PlanRequest, Sti
 
 log = logging.getLogger(__name__)
 
-#: A request over which so many processes have ended is not asked again.
+#: Ends of processes over one request after which it is not sent again.
 _MOST_ENDS = 3
 _RESTART_S = 0.5
 #: The largest first plan takes a slow machine a minute; a process that takes this long hangs.
 _LONGEST_S = 600.0
-#: Nothing is made ahead where the last plan has taken longer: one that is waited for waits for the
-#: one at work too.
+#: No plan is made ahead if the last one took longer: an awaited plan also waits for the one under
+#: way.
 _LONGEST_AHEAD_S = 1.0
-#: One that is made ahead and takes so many times as long hangs.
+#: Multiple of that limit from which on a plan made ahead counts as hung.
 _PATIENCE = 5
 
 _reply: msgspec.json.Decoder[PlanReply] = msgspec.json.Decoder(PlanReply)
-#: Replies that are kept beside those that the last decision has asked for.
+#: Replies kept besides those that the last decision used.
 _KEPT = 8
 
 
 class PlanningProcess:
-    """The `Planner` that asks another process, one request at a time."""
+    """`Planner` that asks another process, one request at a time."""
 
     def __init__(self) -> None:
-        #: A reply takes no longer,
+        #: Longest time of a reply,
         self.longest_s = _LONGEST_S
-        #: and nothing is made ahead where the last one took longer than this.
+        #: and of the last plan, if plans are to be made ahead.
         self.longest_ahead_s = _LONGEST_AHEAD_S
         self._took_s = 0.0
-        #: How long replies took that were waited for, and those that were made ahead; and how often
-        #: a process has ended or hung.
+        #: Durations of awaited replies, and of those made ahead; and how often a process has ended
+        #: or hung.
         self.took, self.took_ahead = Durations(), Durations()
         self.failures = 0
         self._replies = Replies()
         self._wanted: PlanRequest | None = None
-        #: What may be wanted next, and what is still to be worked out of that.
+        #: Requests that may come next, and those of them still to be planned.
         self._foreseen: tuple[PlanRequest, ...] = ()
         self._ahead: deque[PlanRequest] = deque()
-        #: What the process works at, whether nobody has wanted that, and how often one has ended
-        #: over it.
+        #: Request under way, whether it was made ahead, and how often a process ended over it.
         self._at_work: PlanRequest | None = None
         self._unasked = False
         self._ends = 0
         self._sent_at = 0.0
         self._writer: asyncio.StreamWriter | None = None
-        #: To kill it by: asyncio's own way may reap it too, and then its exit code is lost.
+        #: Handle to kill it by: asyncio may reap it too, and then its exit code is lost.
         self._handle: int | None = None
-        #: Ends a process that has been at work for too long.
+        #: Ends a process that is busy for too long.
         self._limit: asyncio.TimerHandle | None = None
         self._tell: Callable[[], None] = lambda: None
         self._needed = asyncio.Event()
 
     @property
     def is_busy(self) -> bool:
-        """Return whether the process works at a plan."""
+        """True while the process makes a plan."""
         return self._at_work is not None
 
     def prepare(self) -> None:
-        """Have a process started."""
+        """Start a process, unless one runs."""
         self._needed.set()
 
     def reply(self, request: PlanRequest) -> PlanReply:
-        """Raises StillPlanning."""
+        """Return the reply to `request`. Raises StillPlanning."""
         return self._replies.reply(request)
 
     def listen(self, tell: Callable[[], None]) -> None:
-        """Call `tell` with each reply that comes."""
+        """Call `tell` with each new reply."""
         self._tell = tell
 
     def want(self, request: PlanRequest | None) -> None:
         """Set the request that the newest decision waits for; None: it waits for no plan. The plan
-        being worked at is finished first."""
+        under way is finished first."""
         self._replies.forget_unused()
         self._wanted = request
         if request is not None:
@@ -99,7 +99,7 @@ class PlanningProcess:
             self._send()
 
     def foresee(self, requests: tuple[PlanRequest, ...]) -> None:
-        """Work them out while nothing is waited for."""
+        """Make these plans while no decision waits."""
         if requests is self._foreseen:
             return
         self._foreseen, self._ahead = requests, deque(requests)
@@ -161,15 +161,14 @@ class PlanningProcess:
     # ---- the process
 
     async def run(self) -> None:
-        """Keep a process running once it is needed. Never returns; ends by cancellation, and the
-        process with it."""
+        """Keep a process running once it is needed, until cancelled."""
         await self._needed.wait()
         while True:
             try:
                 ended = await self._serve()
             except OSError as error:
                 ended = f"cannot be started: {error}"
-            except ValueError as error:  # of a version of its own, after an update of the files
+            except ValueError as error:  # made by another version, after an update of the files
                 ended = f"was not understood: {error}"
                 self._ends += 1
             self.failures += 1
@@ -179,7 +178,7 @@ class PlanningProcess:
             await asyncio.sleep(_RESTART_S)
 
     async def _serve(self) -> str:
-        """Start a process and take its replies; how it has ended. Raises OSError."""
+        """Start a process and take its replies; return how it ended. Raises OSError."""
         own, theirs = socket.socketpair()
         reader, writer = await asyncio.open_unix_connection(sock=own)
         process: asyncio.subprocess.Process | None = None
@@ -220,19 +219,18 @@ class Replies:
     """Cache of the planner's replies, bounded by what current decisions need."""
 
     def __init__(self) -> None:
-        #: Those asked for last come last; to compare requests costs milliseconds where plans are
-        #: large.
+        #: Ordered by last use; comparing requests takes milliseconds for large plans.
         self._known: dict[PlanRequest, PlanReply] = {}
-        #: How many were asked for since the last decision.
+        #: Number of replies used since the last decision.
         self._used = 0
-        #: Those that nobody has asked for.
+        #: Replies made ahead.
         self._ahead: dict[PlanRequest, PlanReply] = {}
 
     def __contains__(self, request: PlanRequest) -> bool:
         return request in self._known or request in self._ahead
 
     def reply(self, request: PlanRequest) -> PlanReply:
-        """Raises StillPlanning."""
+        """Return the reply to `request`. Raises StillPlanning."""
         reply = self._known.pop(request, None) or self._ahead.pop(request, None)
         if reply is None:
             raise StillPlanning(request)
@@ -244,15 +242,15 @@ class Replies:
         self._known[request] = reply
 
     def add_ahead(self, request: PlanRequest, reply: PlanReply) -> None:
-        """Store the reply to a request that nobody has made yet."""
+        """Store a reply that was made ahead."""
         self._ahead[request] = reply
 
     def forget_ahead(self) -> None:
         self._ahead.clear()
 
     def forget_unused(self) -> None:
-        """A decision has been made: what it did not ask for, but for the newest, is let go. One
-        that asks for many at once finds all of them again."""
+        """Drop the replies that the last decision did not use, except the newest ones. A decision
+        that uses many at once finds all of them again."""
         spare = len(self._known) - self._used - _KEPT
         for request in list(self._known)[: max(0, spare)]:
             del self._known[request]

@@ -1,9 +1,9 @@
 """Requests for plans and their replies: plain data that can go to another process and back.
 
-A first plan of a large cluster takes seconds, which the loop that hears a thousand nodes cannot
-spare. So rules ask a `Planner`, which either has the reply or is told after the decision which one
-is wanted. The loop goes on, and the rules ask again when the reply is there. By then the request
-may be another one.
+A first plan of a large cluster takes seconds, which the loop that serves a thousand nodes cannot
+spare. So rules ask a `Planner`, which either has the reply or gets the request after the decision.
+The loop continues, and the rules ask again when the reply is there. By then the request may have
+changed.
 
 Owns the requests, and the quick answers that follow from the machines alone. Must not know how a
 plan is made, nor where.
@@ -37,14 +37,15 @@ class Machines:
 
     worker_slots: int
     memory_bytes: int
-    #: Names of what their workers compute on.
+    #: Names of the devices that their workers compute on.
     device_kinds: frozenset[str] = frozenset()
     #: The job's profile; None: the estimate.
     profile: Profile | None = None
 
     @classmethod
     def of(cls, job: Job, nodes: Sequence[Node]) -> "Machines":
-        """The weakest of `nodes` counts, since any of them may get any stage."""
+        """Return the properties of the weakest of `nodes`, since any of them may get any stage.
+        Raises PlanInfeasible."""
         if not nodes:
             raise PlanInfeasible("no node is ready; start oobleck-agent on the machines to use")
         limit = job.spec.resources.memory_per_worker_bytes
@@ -58,7 +59,7 @@ class Machines:
 
 @lru_cache(maxsize=32)
 def profile_on(spec: JobSpec, machines: Machines) -> Profile:
-    """The job's profile, or its estimate, with the memory and the GPUs that can be used.
+    """Return the job's profile, or its estimate, with the usable memory and GPUs.
 
     Raises ModelTooLarge.
     """
@@ -74,7 +75,7 @@ def profile_on(spec: JobSpec, machines: Machines) -> Profile:
                 memory_per_worker_bytes=machines.memory_bytes,
                 machine=slowest_of(machines.device_kinds, spec.training),
             )
-    except InvalidProfile as error:  # of a model beyond all machines
+    except InvalidProfile as error:  # for a model beyond all machines
         raise ModelTooLarge(f"the model's profile: {error}") from error
     return on_usable_gpus(
         profile, gpus=machines.worker_slots, min_nodes=spec.resources.min_nodes_per_pipeline
@@ -82,7 +83,7 @@ def profile_on(spec: JobSpec, machines: Machines) -> Profile:
 
 
 def template_sizes(spec: JobSpec, machines: Machines, nodes: int) -> range:
-    """Numbers of nodes of the templates that `nodes` nodes need. Raises PlanInfeasible."""
+    """Return the sizes of the templates that `nodes` nodes need. Raises PlanInfeasible."""
     sizes = _template_sizes(spec, machines, nodes)
     if isinstance(sizes, PlanInfeasible):
         raise sizes.with_traceback(None)
@@ -91,7 +92,8 @@ def template_sizes(spec: JobSpec, machines: Machines, nodes: int) -> range:
 
 @lru_cache(maxsize=128)
 def _template_sizes(spec: JobSpec, machines: Machines, nodes: int) -> range | PlanInfeasible:
-    """A job that waits for nodes asks in every iteration, so the refusal is remembered too."""
+    """Return the sizes, or the refusal. Both are cached, since a waiting job asks in every
+    iteration."""
     try:
         return node_specification(
             profile_on(spec, machines),
@@ -105,7 +107,7 @@ def _template_sizes(spec: JobSpec, machines: Machines, nodes: int) -> range | Pl
 
 
 class FirstPlanRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The first plan of a job on these nodes."""
+    """Request for a job's first plan on these nodes."""
 
     spec: JobSpec
     machines: Machines
@@ -120,11 +122,11 @@ class NextPlanRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     spec: JobSpec
     machines: Machines
     plan: Plan
-    #: The newest plan of templates or recut; None: that is `plan`.
+    #: Newest plan of templates or recut; None: that is `plan`.
     base: Plan | None
-    #: `uneven`: no node is lost, and some workers compute at other rates than `plan` counts on;
-    #: `shadow`: nor that, and more nodes shall hold layers of `plan`; `normalise`: `plan` is
-    #: re-routed, and somebody shall take over layers of lost workers.
+    #: `uneven`: no node is lost, and some workers compute at other rates than `plan` assumes.
+    #: `shadow`: the rates are as assumed, and more nodes shall hold layers of `plan`. `normalise`:
+    #: `plan` is re-routed, and other workers shall take over layers of lost ones.
     wanted: PlanWanted
     #: Rates of slow workers.
     rates: tuple[WorkerRate, ...] = ()
@@ -137,13 +139,13 @@ PlanRequest = FirstPlanRequest | NextPlanRequest
 
 
 class FirstPlanReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The reply to `FirstPlanRequest`."""
+    """Reply to `FirstPlanRequest`."""
 
     plan: Plan
 
 
 class NextPlanReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The reply to `NextPlanRequest`."""
+    """Reply to `NextPlanRequest`."""
 
     answer: Answer
 
@@ -155,13 +157,13 @@ class Infeasible(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Broken(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """An error of ours."""
+    """Reply: planning failed by an internal error."""
 
     error: str
 
 
 class PlanningFailed(PlanInfeasible):
-    """Failure to plan because of an error of ours. A job that can go on as before does."""
+    """Failure to plan because of an internal error. A job that can continue does."""
 
     def __init__(self, wanted: PlanWanted, broken: Broken) -> None:
         super().__init__(
@@ -174,7 +176,7 @@ PlanReply = FirstPlanReply | NextPlanReply | Infeasible | Broken
 
 
 class StillPlanning(Exception):
-    """The reply is not there yet."""
+    """Notice that the reply is not there yet."""
 
     def __init__(self, request: PlanRequest) -> None:
         super().__init__(f"a plan for {len(request.nodes)} nodes is being made")
@@ -182,10 +184,10 @@ class StillPlanning(Exception):
 
 
 class Planner(Protocol):
-    """Interface to the planner: the rules ask it, and it is told which plan they wait for."""
+    """Interface to the planner: rules ask for plans, and the loop names the awaited one."""
 
     def reply(self, request: PlanRequest) -> PlanReply:
-        """Raises StillPlanning."""
+        """Return the reply to `request`. Raises StillPlanning."""
 
     def prepare(self) -> None:
         """Prepare for plans: there is a job that will need them."""
@@ -198,4 +200,4 @@ class Planner(Protocol):
         that are not among them are dropped."""
 
     def listen(self, tell: Callable[[], None]) -> None:
-        """Call `tell` with each reply that comes."""
+        """Call `tell` with each new reply."""

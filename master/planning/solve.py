@@ -1,8 +1,8 @@
 """Construction and proof of the requested plans, with templates at hand.
 
 Every plan is proven before it is returned, as for `oobleck plan`: its programs cannot deadlock.
-Pure, and remembered: the results of one request serve the next ones. A first plan of a thousand
-nodes takes a second or two. Must not know who asks, or why.
+Pure, and cached: the results of one request serve the next ones. A first plan of a thousand nodes
+takes a second or two. Must not know who asks, or why.
 """
 
 from collections.abc import Callable, Iterator
@@ -38,7 +38,8 @@ from oobleck.planner.search.firstplan import make_first_plan
 
 
 def work_out(request: PlanRequest) -> PlanReply:
-    """A plan that was proven, or why there is none. Raises ProgramDeadlock, an error of ours."""
+    """Return a proven plan, or the reason why there is none. Raises ProgramDeadlock, an internal
+    error."""
     try:
         match request:
             case FirstPlanRequest():
@@ -50,7 +51,7 @@ def work_out(request: PlanRequest) -> PlanReply:
 
 
 class AtOnce:
-    """Works replies out when they are asked for."""
+    """Planner that computes each reply when it is asked for."""
 
     def reply(self, request: PlanRequest) -> PlanReply:
         return _remembered(request)
@@ -81,7 +82,7 @@ def _known(spec: JobSpec, profile: Profile) -> Catalogue:
 
 
 def _first_plan(request: FirstPlanRequest) -> Plan:
-    """Raises PlanInfeasible."""
+    """Make a job's first plan. Raises PlanInfeasible."""
     spec, machines = request.spec, request.machines
     profile = profile_on(spec, machines)
     return make_first_plan(
@@ -98,7 +99,7 @@ def _first_plan(request: FirstPlanRequest) -> Plan:
 
 
 def _next_plan(request: NextPlanRequest) -> NextPlanReply:
-    """Raises PlanInfeasible."""
+    """Make the plan that replaces another one. Raises PlanInfeasible."""
     spec, machines, plan = request.spec, request.machines, request.plan
     profile = profile_on(spec, machines)
     sizes = template_sizes(spec, machines, request.most_nodes)
@@ -131,7 +132,7 @@ def _next_plan(request: NextPlanRequest) -> NextPlanReply:
 
 
 def forget() -> None:
-    """Begin anew with nothing remembered."""
+    """Clear all caches."""
     _remembered.cache_clear()
     _catalogue.cache_clear()
     proof.forget()
@@ -139,12 +140,12 @@ def forget() -> None:
 
 def rehearse(request: PlanRequest, reply: PlanReply) -> Iterator[None]:
     """Plan for the loss of one node of each pipeline size, one at a time, after a first plan. This
-    prepares the judge for what it will be asked when a node is lost."""
+    prepares the judge for the plans wanted when a node is lost."""
     if not isinstance(request, FirstPlanRequest) or not isinstance(reply, FirstPlanReply):
         return
     plan = reply.plan
     for pipeline in {len(pipeline.nodes): pipeline for pipeline in plan.pipelines}.values():
-        # Who asks for such a plan is told.
+        # A request for such a plan gets the error.
         with suppress(PlanInfeasible, ProgramDeadlock):
             _next_plan(
                 NextPlanRequest(

@@ -1,9 +1,9 @@
-"""The process that makes plans for a master: one request after the other, from standard input.
+"""Process that makes plans for a master: one request after the other, from standard input.
 
     python -m oobleck.master.planning.worker < socket
 
-It ends with the channel. After a first plan, and where nothing is asked yet, it gets ready for what
-may be asked next.
+It ends with the channel. After a first plan, and while no request waits, it prepares for likely
+requests.
 """
 
 import logging
@@ -19,15 +19,15 @@ from oobleck.master.planning.solve import rehearse, work_out
 
 log = logging.getLogger(__name__)
 
-#: A master that has nothing to ask at once will not for a while.
+#: A master without a request in this time will have none for a while.
 _IDLE_S = 1.0
 
 
 def reply(request: PlanRequest) -> PlanReply:
-    """Return the reply of `work_out`, or `Broken` after an error of ours.
+    """Return the reply of `work_out`, or `Broken` after an internal error.
 
-    The same request would fail again, also in the next process. Only the master knows what can be
-    done without it (`oobleck.master.planning.client`).
+    The same request would fail again, also in the next process. Only the master knows the
+    alternatives (`oobleck.master.planning.client`).
     """
     try:
         return work_out(request)
@@ -41,7 +41,7 @@ def main() -> None:
     host_log.configure()
     channel: Channel[PlanRequest] = Channel(socket.socket(fileno=os.dup(0)), PlanRequest)
     if not select.select([channel], [], [], _IDLE_S)[0]:
-        # For placement: half a second that is not to be spent in the middle of a recovery.
+        # For placement: this import takes half a second, which a recovery cannot spare.
         import scipy.optimize  # noqa: F401
     while (request := channel.receive()) is not None:
         answered = reply(request)
