@@ -1,9 +1,9 @@
-"""Backup of a state directory while the master goes on writing to it, and its restoration.
+"""Backup of a state directory while the master keeps writing to it, and its restoration.
 
-A backup is one consistent point, a length of the journal, and nobody waits for it:
+A backup is one consistent point, a length of the journal, and nothing waits for it:
 
 - The lengths of all `events.jsonl` are taken before the journal's. So no file has a line that the
-  journal lacks, and a restart makes the lines that a file lacks. Lines of before the journal's
+  journal lacks, and a restart makes the lines that a file lacks. Lines from before the journal's
   snapshot are in the files, since compaction syncs them first.
 - The journal's length is taken between two iterations of the master, so at the end of a commit. If
   compaction has put another journal in place since the first look, all begins anew.
@@ -11,8 +11,7 @@ A backup is one consistent point, a length of the journal, and nobody waits for 
   They may be ahead of the journal, as after a crash.
 
 Profiles and wheels appear whole, and are read last. Wheels that are there at the first look are
-opened then, since a job that ends takes its wheel along. Files that grow are cut at the end of a
-line.
+opened then, since a job that ends removes its wheel. Files that grow are cut at the end of a line.
 
 All of a backup is checked before anything is restored. While files are copied, the directory has
 the file `restoring`, and no master starts on it. The next `--restore` begins anew. Must not know
@@ -50,26 +49,26 @@ _WHEELS = "code/*.whl"
 _PROFILES = "profiles/*.json"
 _OUTPUT = "jobs/*/logs/*.log"
 _UNDER_WAY = "restoring"
-#: Entries of a directory that counts as empty: the master's lock, the authority that somebody has
-#: put there, and what a new file system has.
+#: Entries of a directory that counts as empty: the master's lock, an operator's authority, and the
+#: folder of a new file system.
 _ALLOWED = frozenset({"lock", AUTHORITY, "lost+found"})
 
 
 class Part(NamedTuple):
     """Part of a file in a backup."""
 
-    #: Where the file lies in the backup, in its first part; empty in the others.
+    #: Path of the file in the backup, in its first part; empty in the others.
     path: str
     data: bytes
-    #: Of the whole file, in its last part; empty in the others.
+    #: Hash of the whole file, in its last part; empty in the others.
     sha256: str
 
 
 class Capture:
-    """The files of one backup. `look` and `parts` block; `fix` does not."""
+    """Files of one backup. `look` and `parts` block; `fix` does not."""
 
     def __init__(self, state_dir: Path, *, output: bool) -> None:
-        """`output`: include what workers print."""
+        """Begin a backup of `state_dir`. `output`: include the output of workers."""
         self._root = state_dir
         self._output = output
         self._open = ExitStack()
@@ -117,7 +116,7 @@ class Capture:
         return path.relative_to(self._root).as_posix()
 
     def _lengths(self, patterns: Iterable[str]) -> Iterator[tuple[str, int]]:
-        """Yield the name of each file, and how many bytes of it are whole lines."""
+        """Yield the name of each file, and its bytes in whole lines."""
         for path in self._found(*patterns):
             with open_regular(path) as file:
                 yield self._name(path), whole_lines(file)
@@ -158,7 +157,7 @@ def _parts_of(path: str, file: BinaryIO, size: int) -> Iterator[Part]:
 
 
 def check_target(state_dir: Path, backup: Path) -> None:
-    """Raises Unusable unless the backup may be restored into the directory."""
+    """Check that the backup may be restored into the directory. Raises Unusable."""
     if backup.resolve() in state_dir.resolve().parents:
         raise Unusable(
             f"--state-dir {state_dir} is inside the backup {backup}; choose one outside of it"
@@ -180,7 +179,7 @@ def check_target(state_dir: Path, backup: Path) -> None:
 
 
 def check_started(state_dir: Path) -> None:
-    """Raises Unusable where a restore was cut off, or the directory is a backup."""
+    """Check that no restore was cut off, and that the directory is no backup. Raises Unusable."""
     if (state_dir / SUMMARY).exists():
         raise Unusable(
             f"--state-dir {state_dir} is a backup, which a master would change: name another "
@@ -206,16 +205,16 @@ def check_backup(backup: Path) -> Summary:
 
 
 def brings_authority(summary: Summary, state_dir: Path) -> bool:
-    """Return whether the authority in the state directory is to be the backup's: it has one, and
-    the directory has none but what a restore that was cut off has left."""
+    """Return whether to restore the backup's authority. The backup must have one, and the directory
+    none except a cut-off restore's."""
     marker = state_dir / _UNDER_WAY
     left = marker.is_file() and marker.read_text() == AUTHORITY
     return summary.has_authority and (left or not (state_dir / AUTHORITY).exists())
 
 
 def check_cluster(summary: Summary, cluster: str) -> None:
-    """Raises Unusable unless the backup is of this cluster. `cluster`: of the authority at hand;
-    empty: there is none."""
+    """Check that the backup is of this cluster. Raises Unusable. `cluster`: the present
+    authority's; empty: there is none."""
     if summary.cluster and summary.cluster != cluster:
         missing = "there is no authority here" if not cluster else "the authority here is another"
         raise Unusable(
@@ -226,7 +225,7 @@ def check_cluster(summary: Summary, cluster: str) -> None:
 
 def restore(backup: Path, summary: Summary, state_dir: Path, *, authority: bool) -> None:
     """Copy a checked backup into a checked directory; the caller holds its lock. `authority`:
-    including the authority that it has. Raises Unusable, StorageFailed."""
+    include the backup's authority. Raises Unusable, StorageFailed."""
     marker = state_dir / _UNDER_WAY
     with storing(state_dir):
         if marker.exists():
@@ -234,7 +233,7 @@ def restore(backup: Path, summary: Summary, state_dir: Path, *, authority: bool)
         marker.write_text(AUTHORITY if authority else "")
         sync_directory(state_dir)
     folders = {state_dir}
-    # The journal is the last.
+    # The journal is restored last.
     for name in sorted(summary.files, key=lambda name: (name == JOURNAL, name)):
         if name.startswith(f"{AUTHORITY}/") and not authority:
             continue
@@ -251,7 +250,7 @@ def restore(backup: Path, summary: Summary, state_dir: Path, *, authority: bool)
 
 
 def _copy(content: Iterator[bytes], target: Path) -> None:
-    """Raises OSError, Unusable."""
+    """Copy the content to a new file on disk. Raises OSError, Unusable."""
     try:
         with open(target, "xb") as file:
             file.writelines(content)
@@ -262,7 +261,7 @@ def _copy(content: Iterator[bytes], target: Path) -> None:
 
 
 def _clear(state_dir: Path, *, authority: bool) -> None:
-    """Remove the part of a backup that is there. Raises OSError."""
+    """Remove the remains of a cut-off restore. Raises OSError."""
     for name in FOLDERS:
         if name != AUTHORITY or authority:
             with contextlib.suppress(FileNotFoundError):

@@ -1,10 +1,10 @@
-"""Policy for a full disk: who may still write, and until when.
+"""Policy for a full disk: which files may still be written.
 
-Decisions need the journal first, so a part of the disk is held back for it, in a file. When the
-disk is full that file goes: the journal has room for the decisions on jobs that run, all other
+Decisions need the journal first, so a file reserves a part of the disk for it. When the disk is
+full that file is removed. Then the journal has room for the decisions on running jobs. All other
 files wait in memory and with the agents, and new jobs are refused. When there is room again the
-file is made again, and all is as before. Where even the journal cannot be written, the master
-decides nothing until it can; training goes on meanwhile.
+file is made again, and normal operation resumes. Where even the journal cannot be written, the
+master decides nothing until it can; training continues meanwhile.
 """
 
 import errno
@@ -18,22 +18,22 @@ from oobleck.master import process
 
 log = logging.getLogger(__name__)
 
-#: What is held back: thousands of decisions.
+#: Size of the reserve: thousands of decisions.
 RESERVE_BYTES = 4 << 20
-#: With less than this the disk counts as full before a write has failed.
+#: With less than this the disk counts as full even before a write fails.
 LOW_BYTES = 1 << 20
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-#: Between two looks at the disk.
+#: Interval at which the disk is checked.
 LOOK_S = 1.0
 
 
 class StorageFailed(Exception):
-    """The state directory takes no more; the text is one line."""
+    """Failure to write to the state directory; the text is one line."""
 
 
 @contextmanager
 def storing(path: Path) -> Iterator[None]:
-    """Around what writes `path`. Raises StorageFailed."""
+    """Raise OSErrors of writing `path` as StorageFailed."""
     try:
         yield
     except OSError as error:
@@ -43,8 +43,7 @@ def storing(path: Path) -> Iterator[None]:
 def append(descriptor: int, data: bytes, *, torn: str, sync: bool) -> None:
     """Write all of `data` to the end of an open file, or leave it as it was. Raises OSError.
 
-    `sync`: have it on the disk. `torn`: the point at which a test may have the process die in the
-    middle.
+    `sync`: force it to the disk. `torn`: crash point in the middle of the write, for tests.
     """
     size = os.lseek(descriptor, 0, os.SEEK_END)
     try:
@@ -53,7 +52,7 @@ def append(descriptor: int, data: bytes, *, torn: str, sync: bool) -> None:
             os.write(descriptor, data[:half])
             process.reach(torn)
             data = data[half:]
-        while data:  # a disk that is nearly full takes a part and refuses the rest
+        while data:  # a nearly full disk takes a part and refuses the rest
             data = data[os.write(descriptor, data) :]
         if sync:
             os.fdatasync(descriptor)
@@ -69,13 +68,13 @@ class Storage:
     def __init__(self, state_dir: Path) -> None:
         self._directory = state_dir
         self._reserve = state_dir / "reserve"
-        #: For operators, with the way out; empty: all is well.
+        #: Problem as text for operators, with the way out; empty: none.
         self.problem = ""
         self._looked_at = float("-inf")
         self._hold_back()
 
     def look(self, now: float) -> bool:
-        """Look at the disk, if that was not just done; returns whether it has room again."""
+        """Check the disk, if that was not just done; return whether it has room again."""
         if now - self._looked_at < LOOK_S:
             return False
         self._looked_at = now
@@ -97,14 +96,14 @@ class Storage:
         return True
 
     def failed(self, failure: StorageFailed) -> None:
-        """Something could not be written; it is tried again when `look` sees room."""
+        """Note a failed write; it is repeated when `look` sees room."""
         self._say(str(failure))
 
     def give_way(self) -> bool:
-        """Free what is held back, for the journal; returns whether there was anything."""
+        """Release the reserve for the journal; return whether there was one."""
         try:
             self._reserve.unlink()
-        except OSError:  # it is not there, or nothing can be changed here any more
+        except OSError:  # it is not there, or cannot be removed
             return False
         log.warning("the room held back for the journal is used")
         return True
@@ -122,7 +121,7 @@ class Storage:
         return found.f_bavail * found.f_frsize
 
     def _hold_back(self) -> bool:
-        """Returns whether the file is there."""
+        """Make the file that reserves space; return whether it is there."""
         try:
             descriptor = os.open(self._reserve, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:

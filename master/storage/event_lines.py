@@ -1,8 +1,7 @@
-"""The lines of events.jsonl that follow from a journaled event.
+"""Lines of events.jsonl that follow from a journaled event.
 
-Pure: the same journal gives the same lines, so that a restarted master can tell which of them the
-file lacks. Must not know files; `oobleck.master.storage.records` numbers and writes the
-lines.
+Pure: the same journal gives the same lines, so that a restarted master knows which of them the file
+lacks. Must not know files; `oobleck.master.storage.records` numbers and writes the lines.
 """
 
 from collections.abc import Iterator
@@ -55,9 +54,9 @@ from oobleck.master.storage.incident_lines import (
     slowdown_line,
 )
 
-#: What the job that has its turn is told of nodes.
+#: Events about nodes that are reported to the active job.
 _OfNode = NodeRegistered | NodeLost | DrainEvent
-#: What is about one job.
+#: Events about one job.
 _OfJob = (
     JobSubmitted
     | JobAdopted
@@ -78,8 +77,8 @@ _OfJob = (
 
 
 def lines_of(state: ClusterState, event: Journaled, unix: float) -> list[tuple[JobId, EventLine]]:
-    """The lines that `event` gives when it comes to `state` (which it has not changed yet) at the
-    Unix time `unix`."""
+    """Return the lines that follow from `event` at the Unix time `unix`. `state` is as before the
+    event."""
     lines = _lines_of(state, event)
     over = list(_incidents(state, event, unix))
     last = [lines.pop()] if over and isinstance(event, JobEnded) else []  # the end stays the last
@@ -116,7 +115,7 @@ def _lines_of(state: ClusterState, event: Journaled) -> list[tuple[JobId, EventL
 
 
 def _with(name: str, source: object, *fields: str) -> dict[str, object]:
-    """The line of that name, with some fields of what it is made of."""
+    """Build the line `name` with some fields of `source`."""
     return {"event": name, **{field: getattr(source, field) for field in fields}}
 
 

@@ -1,7 +1,7 @@
 """Lines of events.jsonl about plans, incidents and slowdowns. Pure.
 
-A slowdown's line has the same fields as a failure's, of which many are empty, and those of slow
-workers. Must not know files.
+A slowdown's line has the same fields as a failure's, many of them empty, and those of slow workers.
+Must not know files.
 """
 
 from collections.abc import Iterator, Mapping
@@ -33,9 +33,9 @@ from oobleck.master.state.incident_summary import (
 )
 from oobleck.master.state.job import Job
 
-#: `event` and the fields that go with it.
+#: `event` and its fields.
 EventLine = Mapping[str, object]
-#: Steps of before are committed again, after all went back to a checkpoint.
+#: Phase in which earlier steps are committed again, after a return to a checkpoint.
 REDO = "redo"
 
 
@@ -55,8 +55,8 @@ def plan_lines(state: ClusterState, event: PlanMade) -> list[EventLine]:
 
 
 def _versions(state: ClusterState, job: Job, event: PlanMade) -> list[EventLine]:
-    """Return a line on the versions that differ on the plan's nodes, unless that was reported
-    before."""
+    """Return a line on the versions that differ on the plan's nodes, unless an earlier line has
+    reported them."""
     found = state.versions_of(event.plan.nodes)
     if set(version_pairs(found)) <= {*job.lineage.mixed}:
         return []
@@ -125,7 +125,7 @@ def _reconfigured(
 
 
 def pipelines(plan: Plan) -> list[list[dict[str, object]]]:
-    """Per pipeline its stages: node, first and last layer, and number of workers."""
+    """List the stages of each pipeline: node, first and last layer, and number of workers."""
     return [
         [
             {
@@ -178,7 +178,8 @@ def incident_line(job: Job, incident: Incident, event: Journaled, unix: float) -
 
 
 def setback_line(setback: Setback) -> dict[str, object]:
-    """Every key in every line: null where it does not apply or is not known."""
+    """Build a setback's fields. Every line has every key: null where it does not apply or is not
+    known."""
     return {
         "kind": setback.kind,
         "summary": headline(setback),
@@ -197,7 +198,7 @@ def setback_line(setback: Setback) -> dict[str, object]:
 
 
 def _witnesses(incident: Incident) -> list[Mapping[str, object]]:
-    """List by time what agents, peers and streams reported, and what the master found by itself."""
+    """List by time the reports of agents, peers and streams, and the master's own findings."""
     told = [
         (seen.at, seen.what.by, seen.what.observer, seen.what.about, seen.what.saw)
         for seen in incident.evidence
@@ -214,7 +215,7 @@ def _witnesses(incident: Incident) -> list[Mapping[str, object]]:
 
 
 def _last_generation(job: Job, incident: Incident) -> Generation:
-    """The last one that answered it; nodes may have joined since."""
+    """Return the last generation that answered the incident; nodes may have joined since."""
     return incident.attempts[-1].generation if incident.attempts else job.current.generation
 
 
@@ -226,7 +227,7 @@ def _salvaged(incident: Incident) -> int:
 
 
 def _attempts(incident: Incident) -> Iterator[dict[str, object]]:
-    """Each generation that answered, and whether another one overtook it."""
+    """Yield each generation that answered, and the one that overtook it, if any."""
     for number, attempt in enumerate(incident.attempts):
         stats, following = attempt.transition, incident.attempts[number + 1 : number + 2]
         yield {
@@ -240,10 +241,10 @@ def _attempts(incident: Incident) -> Iterator[dict[str, object]]:
 
 
 def _phases(incident: Incident, closed_at: float, waiting_since: float) -> dict[str, float]:
-    """Seconds by phase; they add up to the time from `stands_since` to `closed_at`.
+    """Return the seconds of each phase; they add up to the time from `stands_since` to `closed_at`.
 
-    A generation counts until the first evidence against it. `waiting_since`: the Unix time since
-    when the job waits for nodes as the incident ends; 0: it does not.
+    A generation counts until the first evidence against it. `waiting_since`: the Unix time at which
+    the job, at the end of the incident, began to wait for nodes; 0: it does not wait.
     """
     spans: dict[str, float] = dict.fromkeys((*PHASES, REDO), 0.0)
     at = incident.stands_since

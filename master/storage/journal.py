@@ -1,21 +1,20 @@
-"""The journal: every journaled event, in order, in one file that survives `kill -9`.
+"""Journal: every journaled event, in order, in one file that survives `kill -9`.
 
-A file of lines that is only appended to. After the header each line is
+The file has lines, and is only appended to. After the header each line is
 
     CRC MARK PAYLOAD
 
-CRC-32 (hex) of what follows it; `=` where a commit begins and `-` inside one; and the JSON text
-`[sequence, unix, event]`. A commit is one write and one fdatasync, and the next one begins after
-that: so a crash can tear the last commit alone. On opening, what is not whole of the last commit is
-cut off, kept in a file of its own, and told (`cut`). A bad line with a later commit behind it is no
-crash but damage: such a file is refused, with the way out.
+CRC-32 (hex) of the rest of the line; `=` where a commit begins and `-` inside one; and the JSON
+text `[sequence, unix, event]`. A commit is one write and one fdatasync, and the next one begins
+after that. So a crash can tear the last commit alone. On opening, an incomplete end of the last
+commit is cut off, kept in a file of its own, and reported (`cut`). A bad line with a later commit
+behind it is not a crash but damage: such a file is refused, with the way out.
 
-`compact` puts a snapshot of the state in the place of the events that led to it: a new file whose
-first line is the snapshot takes the place of the old one, which stays as `journal.old`.
+`compact` replaces events by a snapshot of the state. A new file whose first line is the snapshot
+takes the place of the old one, which stays as `journal.old`.
 
-It is not SQLite: a database file that was cut in the middle is either refused as a whole or read
-short without a word, depending on where it was cut. Here every line has its own checksum, so what
-was lost is known exactly.
+It is not SQLite. Depending on where a database file was cut, SQLite refuses it as a whole or
+silently reads a part. Here every line has its own checksum, so the loss is known exactly.
 
 Must not know what events mean, nor what a snapshot holds.
 """
@@ -34,8 +33,8 @@ from oobleck.master import process
 from oobleck.master.events.unions import Journaled
 from oobleck.master.storage.disk import append, storing
 
-#: Of events and snapshots. A master that reads a lower one raises the file's to its own, and
-#: refuses a higher one; so it grows where a master of before would read on and decide wrongly.
+#: Format of events and snapshots. A master raises a lower format in a file to its own, and refuses
+#: a higher one. It grows where an earlier master would read the file and decide wrongly.
 FORMAT = 1
 _HEADER = b"oobleck-journal %d\n" % FORMAT
 _NUMBER = re.compile(rb"oobleck-journal ([1-9])\n")
@@ -43,13 +42,13 @@ THAT_RELEASE = "start the release that wrote it, or a later one"
 _BEGINS, _GOES_ON = b"=", b"-"
 #: CRC, space, mark, space.
 _PREFIX = 11
-#: Less than this, or than some snapshots, of events is not worth a new snapshot.
+#: Least size of events, also in snapshots, that is worth a new snapshot.
 _COMPACT_BYTES = 2 << 20
 _COMPACT_SNAPSHOTS = 4
 
 
 class JournalUnusable(Exception):
-    """The journal cannot be opened; the text is one line with the way out."""
+    """Failure to open the journal; the text is one line with the way out."""
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -62,7 +61,7 @@ class Cut(NamedTuple):
     """Incomplete end of the journal file, cut off on opening it."""
 
     bytes: int
-    #: Sequence of the last whole event.
+    #: Sequence number of the last whole event.
     last: int
     kept_as: str
 
@@ -75,8 +74,8 @@ class _Entry(msgspec.Struct, frozen=True, array_like=True):
 
 class Journal:
     def __init__(self, path: Path, *, salvage: bool = False, compact_bytes: int = 0) -> None:
-        """Open or create the journal at `path`. `salvage`: go on with what is before damage.
-        `compact_bytes`: in place of the usual least size, for tests.
+        """Open or create the journal at `path`. `salvage`: continue with the events before the
+        damage. `compact_bytes`: least size for compaction instead of the usual one, for tests.
 
         Raises JournalUnusable.
         """
@@ -85,13 +84,13 @@ class Journal:
         self._old = path.with_name("journal.old")
         self._descriptor = -1
         self._batch: list[bytes] = []
-        #: Sequence of the last event, also where it is not committed yet.
+        #: Sequence number of the last event, committed or not.
         self._last = 0
-        #: Of the events since the snapshot, and of the snapshot.
+        #: Bytes of the events since the snapshot, and of the snapshot.
         self._tail_bytes = self._snapshot_bytes = 0
-        #: How often this process has begun it anew with a snapshot.
+        #: Compactions by this process.
         self.compactions = 0
-        #: Of a file whose end was not whole.
+        #: The end that was cut off; None: the file was whole.
         self.cut: Cut | None = None
         try:
             self._open(salvage)
@@ -130,8 +129,8 @@ class Journal:
         os.fdatasync(self._descriptor)
 
     def _format_of(self, head: bytes) -> int:
-        """Return the format of a journal file that begins with `head`, maybe with a part of the
-        header alone. Raises JournalUnusable."""
+        """Return the format of a journal file that begins with `head`, maybe with only a part of
+        the header. Raises JournalUnusable."""
         if _HEADER.startswith(head):
             return FORMAT
         found = _NUMBER.fullmatch(head)
@@ -145,7 +144,8 @@ class Journal:
         return number
 
     def _raise_format(self) -> None:
-        """A digit in place: whenever the process ends, one or the other is there."""
+        """Write the new header in place. Only one digit differs, so a crash leaves one format or
+        the other."""
         with open(self._path, "r+b") as file:
             file.write(_HEADER)
             file.flush()
@@ -182,8 +182,8 @@ class Journal:
         return True
 
     def _restore_snapshot(self) -> None:
-        """A file whose first line is not whole, where that was a snapshot, gets in its place the
-        events that it was made of."""
+        """Replace an incomplete snapshot at the beginning of the file by the events from which it
+        was made."""
         if not self._old.is_file():
             return
         content = self._path.read_bytes()
@@ -201,7 +201,7 @@ class Journal:
         self._last = self._tail_bytes = self._snapshot_bytes = 0
 
     def _create(self, content: list[bytes]) -> None:
-        """Put a new file in place: all of it or nothing, whenever the process ends."""
+        """Put a new file in place, atomically."""
         fresh = self._path.with_name(self._path.name + ".new")
         with storing(fresh):
             try:
@@ -217,7 +217,7 @@ class Journal:
         process.reach("snapshot-placed")
 
     def _keep_aside(self, start: int) -> str:
-        """Copy the file from `start` on; the name of the copy."""
+        """Copy the file from `start` on, and return the name of the copy."""
         number = 1
         while (aside := self._path.with_name(f"{self._path.name}.cut-{number}")).exists():
             number += 1
@@ -227,7 +227,7 @@ class Journal:
         return aside.name
 
     def unusable(self, problem: str) -> JournalUnusable:
-        """The error that says `problem` of this journal, with the way out."""
+        """Return the error that states `problem` of this journal, with the way out."""
         return JournalUnusable(
             f"the journal {self._path} {problem}; choose another --state-dir, or move this one "
             "away to start anew"
@@ -236,7 +236,7 @@ class Journal:
     # ---- reading
 
     def replay(self) -> Iterator[tuple[float, Journaled | Snapshot]]:
-        """Yield all entries with their Unix times, oldest first; a snapshot comes first.
+        """Yield all entries with their Unix times, oldest first; a snapshot is the first entry.
 
         Raises JournalUnusable.
         """
@@ -256,15 +256,15 @@ class Journal:
     # ---- writing
 
     def append(self, event: Journaled, unix: float) -> None:
-        """Add `event`; nobody may act on it before `commit`."""
+        """Add `event`. It must not be acted on before `commit`."""
         self._last += 1
         mark = _GOES_ON if self._batch else _BEGINS
         line = _line(mark, encode(_Entry(self._last, unix, event)))
         self._batch.append(line)
 
     def commit(self) -> None:
-        """Put all appended events on disk. Raises StorageFailed: then none is, and it may be tried
-        again."""
+        """Put all appended events on disk. Raises StorageFailed: then none of them is on disk, and
+        the caller may try again."""
         if not self._batch:
             return
         data = b"".join(self._batch)
@@ -275,12 +275,12 @@ class Journal:
 
     @property
     def waits(self) -> bool:
-        """Return whether any entry is still to be committed."""
+        """True while an entry is still to be committed."""
         return bool(self._batch)
 
     @property
     def committed(self) -> int:
-        """Sequence of the last event on disk."""
+        """Sequence number of the last event on disk."""
         return self._last - len(self._batch)
 
     @property
@@ -297,7 +297,7 @@ class Journal:
     def compact(self, content: str, unix: float) -> None:
         """Replace all events, which are committed, by a snapshot: the text `content`.
 
-        Raises StorageFailed; what is committed is still there then, in one form or the other.
+        Raises StorageFailed; committed events are still there then, in one form or the other.
         """
         assert not self._batch, "only what is committed can be replaced"
         entry = encode(_Entry(self._last, unix, Snapshot(content=content)))
@@ -309,7 +309,7 @@ class Journal:
         try:
             self._create([_line(_BEGINS, entry)])
         finally:
-            # Also where it failed: the new file may be in its place, and not known to stay there.
+            # Also after a failure: the new file may be in its place, and not known to stay there.
             before, self._descriptor = self._descriptor, self._open_to_append()
             os.close(before)
         self._tail_bytes, self._snapshot_bytes = 0, len(entry)

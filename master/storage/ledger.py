@@ -1,10 +1,10 @@
-"""The state and what of it is on disk: the journal that it follows from, and the files of jobs.
+"""Ledger: the state, the journal that it follows from, and the files of jobs.
 
-Every change of the state passes here: `journal` has an event in the journal and applies it,
-`observe` only applies it. A new ledger replays the journal. Must not know who is told of a change,
+Every change of the state passes through the ledger: `journal` journals an event and applies it,
+`observe` only applies it. A new ledger replays the journal. Must not know who learns of a change,
 when a decision is due, gRPC, agents' sessions or time-outs.
 
-Each journaled event is one line of the master's log, with the fields that say most. Measurements
+Each journaled event is one line of the master's log, with its most important fields. Measurements
 that later jobs may use are in `<state-dir>/profiles/<key>.json`.
 """
 
@@ -54,7 +54,7 @@ from oobleck.master.storage.snapshot import restore, take
 log = logging.getLogger(__name__)
 
 
-#: The fields that are told of any event that has them, and their names in the log.
+#: Fields that are logged of any event that has them, and their names in the log.
 _FIELDS = {
     "job_id": "job",
     "node": "node",
@@ -71,9 +71,9 @@ _FIELDS = {
     "kept_as": "kept_as",
     "records": "records",
 }
-#: One of the largest model takes a megabyte.
+#: Largest profile that is read; that of the largest model has a megabyte.
 MOST_BYTES = 16 << 20
-#: Events that a broken invariant is told with, and characters of each.
+#: Number of last events reported with a broken invariant, and characters of each.
 _LAST_EVENTS = 20
 _EVENT_WIDTH = 200
 
@@ -101,7 +101,7 @@ def tell(event: Journaled) -> None:
 
 
 def read_profiles(folder: Path) -> ProfilesFound:
-    """Read all stored profiles. Those that cannot be read are logged as well as returned."""
+    """Read all stored profiles. Unreadable ones are logged and returned."""
     found: dict[str, Profile] = {}
     unusable: dict[str, str] = {}
     for path in sorted(folder.glob("*.json")):
@@ -118,7 +118,7 @@ def read_profiles(folder: Path) -> ProfilesFound:
 
 
 def write_profile(folder: Path, key: str, profile: Profile, notes: Mapping[str, object]) -> None:
-    """Whole or not at all. Raises OSError."""
+    """Write the profile atomically. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{key}.json"
     partial = path.with_suffix(".partial")
@@ -128,25 +128,25 @@ def write_profile(folder: Path, key: str, profile: Profile, notes: Mapping[str, 
 
 class Ledger:
     def __init__(self, config: MasterConfig, journal: Journal, environment: Environment) -> None:
-        """Raises JournalUnusable, Unusable, StorageFailed, InvariantViolation; the last one comes
-        from all that applies an event too."""
+        """Replay the journal. Raises JournalUnusable, Unusable, StorageFailed, InvariantViolation.
+        All methods that apply an event raise the last one too."""
         self._environment = environment
         self.now = environment.now
         self.unix = environment.unix
         self.state = ClusterState()
         self.archive = Archive(config)
         self.commits = Durations()
-        #: Told of each event before it changes the state; not of those that are replayed.
+        #: Called with each event before it changes the state, except in the replay.
         self.watch: Callable[[ClusterState, Event], None] = lambda state, event: None
-        #: Something changed that has not been decided on and told yet.
+        #: The state has changed since the last decision.
         self.dirty = True
         #: Not even the journal can be written.
         self.stuck = False
         self._profiles = config.profiles
-        #: What the journal of earlier masters broke, which does not end this one; None: the state
-        #: is not validated, nor is it before what was observed is made anew.
+        #: Invariants that the journal of earlier masters broke, which do not end this one. None:
+        #: the state is not validated, or its observed part is not rebuilt yet.
         self._broken_before: frozenset[str] | None = None
-        #: The last events that were applied.
+        #: Last events applied.
         self._last = deque[tuple[float, Event]](maxlen=_LAST_EVENTS)
         self._journal = journal
         self._replay(config)
@@ -158,11 +158,12 @@ class Ledger:
 
     @property
     def committed(self) -> int:
-        """Sequence of the last event on disk."""
+        """Sequence number of the last event on disk."""
         return self._journal.committed
 
     def journal(self, event: Journaled) -> None:
-        """Journal the event and apply it. Nobody outside may see it before it is committed."""
+        """Append the event to the journal and apply it. It must not be visible outside before it is
+        committed."""
         unix = self.unix()
         self._journal.append(event, unix)
         tell(event)
@@ -174,11 +175,11 @@ class Ledger:
         self._apply(event, at, self.unix())
 
     def find_profiles(self) -> None:
-        """Operators may add, replace and remove the files."""
+        """Read the profiles again, since operators may add, replace and remove the files."""
         self.observe(read_profiles(self._profiles), self.now())
 
     def commit(self) -> bool:
-        """Have what was journaled on disk; whether it is."""
+        """Commit the journaled events to disk, and return whether that succeeded."""
         waits, began = self._journal.waits, self.now()
         try:
             self._journal.commit()
@@ -190,14 +191,14 @@ class Ledger:
         return True
 
     def compact(self) -> None:
-        """Begin the journal anew with what it has led to, where that is much shorter."""
+        """Replace the journal by a snapshot, if that is much shorter."""
         if not self._journal.wants_compaction or self.problem:
             return
         self.archive.write()
-        if self.problem:  # lines that are in no file yet are made of these events alone
+        if self.problem:  # these events alone can give the lines that are in no file yet
             return
         try:
-            self.archive.events.sync()  # lines of before are not made again
+            self.archive.events.sync()  # earlier lines are not made again
             self._journal.compact(take(self.state, self.archive.events.given), self.unix())
         except StorageFailed as failed:
             self.archive.storage.failed(failed)
@@ -224,7 +225,7 @@ class Ledger:
             for lost in job.lost.last:
                 archive.lose(job.id, lost.steps)
             if job.state == "succeeded" and not job.profile_only:
-                # It may have ended before its last lines were on disk.
+                # The job may have ended before its last lines were on disk.
                 archive.expect(job.id, job.spec.training.steps)
             records = archive.metrics(job.id).recent
             self.observe(RecordsReceived(job_id=job.id, records=records), now)
@@ -238,8 +239,8 @@ class Ledger:
         self.compact()
 
     def _begin_term(self, config: MasterConfig) -> None:
-        """Name a new journal, and go on in a new term with one from elsewhere: another master may
-        go on from the same."""
+        """Name a new journal. Begin a new term with one from elsewhere, since another master may
+        continue from the same journal."""
         history, token = self.state.history, self._environment.token
         term, cluster = history.term, config.cluster or history.cluster
         if term is None:
@@ -318,7 +319,7 @@ class Ledger:
 
 
 def _check_cluster(history: History, config: MasterConfig) -> None:
-    """Raises Unusable where the journal was written under another authority."""
+    """Check that the journal was not written under another authority. Raises Unusable."""
     # Only the id of an authority has so many digits; a cluster may get its first one later.
     had_authority = len(history.cluster) > 2 * ID_BYTES
     if had_authority and config.cluster not in ("", history.cluster):

@@ -1,15 +1,15 @@
-"""Files of JSON lines of each job: events.jsonl, metrics.jsonl and evaluations.jsonl.
+"""JSON lines of each job: events.jsonl, metrics.jsonl and evaluations.jsonl.
 
 They are only appended to. Lines that the disk does not take wait in memory. A file is open only
 while lines are written, so that a master may know any number of jobs.
 
 Each line of events.jsonl is numbered from 1 and written exactly once. Lines follow from the
-journal, so a crash can cost a file only those of the last commits: the next start makes all lines
+journal, so a crash can cost a file only those of the last commits. The next start makes all lines
 again and skips those that the file has. A file with more lines than the journal gives shows that
 the journal has lost its end.
 
 The other two have one line per committed step, or per evaluation, in step order, exactly once. The
-last whole line of a file says how far it goes. Readers find a step by bisection, so a long file
+last whole line of a file gives its last step. Readers find a step by bisection, so a long file
 costs them no more than a short one. Must not know where records come from, nor who reads them.
 """
 
@@ -31,11 +31,11 @@ from oobleck.master.storage.disk import StorageFailed, append, storing
 from oobleck.master.storage.incident_lines import EventLine
 
 T = TypeVar("T")
-#: Enough for the last lines of most files; more is read where it is not.
+#: Enough for the last lines of most files; otherwise more is read.
 _TAIL_BYTES = 64 * 1024
-#: Read at a time for an operator.
+#: Bytes read at a time for an operator.
 _READ_BYTES = 1 << 20
-#: Records that may wait for one before them; more are left to be sent again.
+#: Most records that wait for earlier ones; others must be sent again.
 _MOST_WAITING = 10_000
 
 
@@ -43,8 +43,8 @@ class JsonLines:
     """File of JSON lines, with the lines that are not yet written to it."""
 
     def __init__(self, path: Path, torn: str, *, sync: bool = True) -> None:
-        """`torn`: the point at which a test may have the process die in the middle of a write.
-        `sync`: each write is forced to the disk."""
+        """Open no file yet. `torn`: crash point in the middle of a write, for tests. `sync`: each
+        write is forced to the disk."""
         self.path = path
         self._torn, self._sync = torn, sync
         self._unwritten: list[bytes] = []
@@ -71,7 +71,7 @@ class JsonLines:
         return len(self._unwritten)
 
     def write(self) -> None:
-        """Put all that was added into the file. Raises StorageFailed; then nothing of it is."""
+        """Write all added lines to the file. Raises StorageFailed; then none of them is in it."""
         if not self._unwritten:
             return
         with storing(self.path):
@@ -96,7 +96,7 @@ def _recover(path: Path, read: Callable[[bytes], T], most: int) -> tuple[T, ...]
         while True:
             start, end = max(0, size - tail_bytes), size
             file.seek(start)
-            # What is before the first newline began before the tail.
+            # The text before the first newline belongs to a line that began before the tail.
             lines = file.read().splitlines(keepends=True)[1 if start else 0 :]
             while lines and not _is_whole(lines[-1], read):
                 end -= len(lines.pop())
@@ -120,10 +120,10 @@ def _is_whole(line: bytes, read: Callable[[bytes], object]) -> bool:
 class EventLog:
     def __init__(self, state_dir: Path) -> None:
         self._jobs = state_dir / "jobs"
-        #: How many lines the journal has given so far.
+        #: Number of lines that the journal has given so far.
         self._given: dict[JobId, int] = {}
         self._files: dict[JobId, JsonLines] = {}
-        #: Number of the last line that is in the file, or waits to be.
+        #: Number of the last line in the file, or still to be written.
         self._known: dict[JobId, int] = {}
         #: Files that have grown since they were last forced to the disk.
         self._unsynced: set[JobId] = set()
@@ -133,12 +133,12 @@ class EventLog:
         return self._given
 
     def resume(self, given: Mapping[JobId, int]) -> None:
-        """Go on behind so many lines, which came of events that are not replayed."""
+        """Continue behind these numbers of lines, which are of events that are not replayed."""
         for job_id, count in given.items():
             self._given[job_id] = max(self._given.get(job_id, 0), count)
 
     def add(self, job_id: JobId, line: EventLine, unix: float) -> None:
-        """Number the line; `write` puts it into the file, if it is not there."""
+        """Number the line; `write` adds it to the file, unless it is there."""
         number = self._given.get(job_id, 0) + 1
         self._given[job_id] = number
         if number > self._known_of(job_id):
@@ -146,19 +146,19 @@ class EventLog:
             self._known[job_id] = number
 
     def ahead(self) -> dict[JobId, int]:
-        """Files that have more than the journal has given, and how many."""
+        """Return the number of lines in each file that has more than the journal has given."""
         counts = {job_id: self._known_of(job_id) for job_id in self._given}
         return {job_id: n for job_id, n in counts.items() if n > self._given[job_id]}
 
     def write(self) -> None:
-        """Bring all files up to date. Raises StorageFailed; what is not written then waits."""
+        """Write all waiting lines. Raises StorageFailed; unwritten lines wait then."""
         for job_id, file in self._files.items():
             if file.unwritten:
                 file.write()
                 self._unsynced.add(job_id)
 
     def sync(self) -> None:
-        """Have all that was written on the disk, so that it need not be made again. Raises
+        """Force all written lines to the disk, so that they need not be made again. Raises
         StorageFailed."""
         for job_id in sorted(self._unsynced):
             path = self._path(job_id)
@@ -167,7 +167,7 @@ class EventLog:
         self._unsynced.clear()
 
     def read(self, job_id: JobId, offset: int) -> tuple[list[str], int]:
-        """Whole lines of the file from the byte `offset` on, some at a time, and where they end."""
+        """Return some whole lines from the byte `offset` on, and where they end."""
         try:
             with open(self._path(job_id), "rb") as file:
                 file.seek(offset)
@@ -200,43 +200,43 @@ _read = partial(decode, _Number)
 
 
 class MetricsLog:
-    """A record that comes early waits for those before it."""
+    """Log of step records. A record that arrives early waits for those before it."""
 
     def __init__(self, path: Path) -> None:
-        """Raises StorageFailed."""
+        """Recover the file's last records. Raises StorageFailed."""
         self.path = path
         self._lines = JsonLines(path, "metrics-torn")
         self._waiting: dict[int, StepRecord] = {}
-        #: The last records on disk.
+        #: Last records on disk.
         self.recent = self._lines.recover(partial(decode, StepRecord), RECENT_RECORDS)
-        #: Whether records were left because too many wait.
+        #: Records were dropped because too many wait.
         self.left_some = False
-        #: Steps up to this one have come; those up to `stored_step` are on disk.
+        #: Records up to this step were taken; those up to `stored_step` are on disk.
         self.through_step = self.recent[-1].step if self.recent else 0
         #: The same without lines that are not written yet.
         self.stored_step = self.through_step
         #: The last step that the job has committed; 0: not known.
         self._last = 0
-        #: Steps whose records are lost, which are passed over; by the first of each range.
+        #: Lost records' steps, which are skipped; by the first of each range.
         self._lost: dict[int, range] = {}
-        #: How many of them were skipped. Each line has the number, so that the last one tells it.
+        #: Number of skipped steps so far. Each line has it, so the last line restores it.
         self._skipped_steps = self.recent[-1].skipped_steps if self.recent else 0
 
     @property
     def is_stored(self) -> bool:
-        """Return whether all taken records are on disk, except those that wait for others."""
+        """True if all taken records are on disk, except those that wait for others."""
         return not self._lines.unwritten
 
     def start_after(self, step: int) -> None:
-        """The job began at a checkpoint: records of steps up to this one never come."""
+        """Begin after `step`, since the job began at a checkpoint: earlier records never arrive."""
         self._go_on(step)
 
     def expect(self, last: int) -> None:
-        """Know that the job has committed the steps up to `last`, so each has had a record."""
+        """Expect records of the steps up to `last`, which the job has committed."""
         self._last = last
 
     def lose(self, steps: range) -> None:
-        """Pass over the records of these steps, once all before them have come."""
+        """Skip the records of these steps, once all before them are there."""
         self._lost[steps.start] = steps
         self._pass_over()
 
@@ -254,7 +254,7 @@ class MetricsLog:
             del self._waiting[early]
 
     def append(self, records: tuple[StepRecord, ...]) -> tuple[StepRecord, ...]:
-        """Take `records`; returns those that are new, in step order; `write` has them on disk."""
+        """Take `records`; return the new ones, in step order. `write` puts them on disk."""
         for record in records:
             if record.step <= self.through_step:
                 continue
@@ -277,18 +277,18 @@ class MetricsLog:
 
     @property
     def waits(self) -> bool:
-        """Return whether records wait for those of earlier steps, or are expected."""
+        """True if records wait for those of earlier steps, or are expected."""
         return bool(self._waiting) or self.through_step < self._last
 
     @property
     def furthest(self) -> int:
-        """The last step that a record has come of, or that the job has committed."""
+        """Last step that has a record, or that the job has committed."""
         return max((self.through_step, self._last, *self._waiting))
 
     @property
     def missing(self) -> range:
-        """Steps whose records others wait for, or that are expected, once all before them are on
-        disk."""
+        """Steps without records that others wait for, or that are expected. Empty until all before
+        them are on disk."""
         if not self.waits or self._lines.unwritten:
             return range(0)
         end = self._last + 1 if self.through_step < self._last else math.inf
@@ -301,16 +301,16 @@ class MetricsLog:
         return not full and self.through_step + 1 in self._waiting
 
     def write(self) -> None:
-        """Put all that was taken on disk. Raises StorageFailed; then nothing of it is."""
+        """Write all taken records to disk. Raises StorageFailed; then none of them is there."""
         self._lines.write()
         self.stored_step = self.through_step
 
 
 class EvaluationLog:
-    """Every worker tells of every evaluation before it goes on, so none comes early."""
+    """Log of evaluations. None arrives early: every worker reports each before it continues."""
 
     def __init__(self, path: Path) -> None:
-        """Raises StorageFailed."""
+        """Recover the newest evaluation. Raises StorageFailed."""
         self.path = path
         self._lines = JsonLines(path, "evaluations-torn")
         #: The newest evaluation.
@@ -318,16 +318,16 @@ class EvaluationLog:
 
     @property
     def stored_step(self) -> int:
-        """Evaluations up to this step are on disk; 0 while the newest one is not."""
+        """Last step with evaluations on disk; 0 while the newest one is not."""
         return self.last.step if self.last is not None and self.is_stored else 0
 
     @property
     def is_stored(self) -> bool:
-        """Return whether all taken records are on disk."""
+        """True if all taken records are on disk."""
         return not self._lines.unwritten
 
     def append(self, record: EvaluationRecord) -> bool:
-        """Take `record`; returns whether it is new. `write` has it on disk."""
+        """Take `record`, and return whether it is new. `write` puts it on disk."""
         if self.last is not None and record.step <= self.last.step:
             return False
         values = {
@@ -346,7 +346,7 @@ class EvaluationLog:
         return True
 
     def write(self) -> None:
-        """Put all that was taken on disk. Raises StorageFailed; then nothing of it is."""
+        """Write all taken records to disk. Raises StorageFailed; then none of them is there."""
         self._lines.write()
 
 
@@ -355,8 +355,8 @@ class _Step(msgspec.Struct):
 
 
 def read_steps(path: Path, first: int) -> tuple[list[str], int]:
-    """Lines of the step `first` and later ones, some at a time, and the step to go on with; none
-    where there are none. Slow: not for the event loop."""
+    """Return some lines from the step `first` on, and the step to continue at; none where there are
+    none. Slow: not for the event loop."""
     try:
         with open(path, "rb") as file:
             file.seek(_find(file, first))
