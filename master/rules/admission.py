@@ -27,14 +27,14 @@ class Refusal:
     temporary: bool
     #: Its certificate was revoked.
     revoked: bool = False
-    #: The head that it follows in place of this one; None: that is not why.
+    #: The head that it follows instead of this one; None: the refusal has another reason.
     follows: Head | None = None
 
 
 def admit(
     state: ClusterState, registration: Registration, now: float, timing: Detection
 ) -> Refusal | tuple[Journaled, ...]:
-    """Return what is to be journaled of the registration, or why it is refused."""
+    """Return the events of an accepted registration, or the refusal."""
     facts = registration.facts
     spoken = (registration.protocol, facts.newest_protocol)
     if common(*spoken) is None:
@@ -57,7 +57,7 @@ def admit(
     job = state.job
     counted = state.lacks(registration.running)
     if job is not None and (same or known is None):
-        # It was given up, and no step has been committed without it since: its workers count.
+        # The node was given up, and no step has been committed without it since: its workers count.
         counted |= facts.node in job.current.lost_nodes or _holds_state(job, registration)
     stale_workers = bool(registration.status.workers) and not counted
     registered = NodeRegistered(facts=facts, stale_workers=stale_workers)
@@ -80,17 +80,17 @@ def next_term(
 ) -> TermBegan | None:
     """Return the term that this master begins when it hears of `acted_on`; None: none.
 
-    Its own term is not its alone where an agent has acted on events of that term which its journal
-    lacks: it goes on from an old copy, or from a disk that has lost what it had taken. A master
-    that was started in a term of its own, from a backup or elsewhere, is what an operator wants to
-    go on, so it goes above all terms that it hears of. The first head of a history does not: it is
-    the copy that an operator has started since.
+    An agent may have acted on events of this term that the journal lacks. Then the term is shared:
+    this master runs from an old copy, or from a disk that has lost writes. A master that was
+    started in a term of its own, from a backup or elsewhere, is the operator's choice. So it goes
+    above all terms that agents report. The first head of a history does not: the operator has since
+    chosen the copy.
     """
     own, history = state.head, state.history
     if acted_on is None or own is None or history.term is None or acted_on.history != own.history:
         return None
     if acted_on.start == own.start:
-        return None  # told by this process: it cannot have heard more
+        return None  # the agent has heard this very process, which knows as much
     lacking = history.lacks(acted_on, own.sequence)
     if state.began_term:
         goes_on = acted_on.outranks(own)
@@ -111,15 +111,15 @@ def next_term(
 
 
 def _other_head(state: ClusterState, acted_on: Head | None) -> Head | None:
-    """Return the head that the agent follows in place of this one."""
+    """Return the head that the agent follows instead of this one."""
     own = state.head
     return acted_on if own is not None and acted_on is not None and acted_on.outranks(own) else None
 
 
 def _other_job(state: ClusterState, registration: Registration) -> NodeHeld | None:
-    """Return what holds the node: its workers' job, if this master does not know it and need not
-    have known it, or if that job has begun since the journal was written. None: this master has or
-    had the job begun, or there is none."""
+    """Return the job that holds the node; None: no job, or this master had begun it. A job holds
+    its workers' node if it began after the journal was written. It does too if this master does not
+    know it and need not have known it."""
     node, job_id = registration.facts.node, registration.status.job_id
     acted_on = registration.acted_on
     if job_id is None or not registration.status.workers or acted_on is None or state.head is None:
@@ -127,7 +127,7 @@ def _other_job(state: ClusterState, registration: Registration) -> NodeHeld | No
     unknown = NodeHeld(node=node, job_id=job_id, queued=False)
     if (job := state.jobs.get(job_id)) is None:
         return unknown if state.history.lacks(acted_on, state.sequence) else None
-    # Two heads of one history may have given one id to two jobs.
+    # Two heads of one history may have given the same id to two jobs.
     shared = state.history.shared(acted_on, state.sequence)
     if job.adopted_in is None and job.submitted_in > shared:
         return unknown
@@ -144,7 +144,7 @@ def _hold(known: Node | None, registration: Registration, held: NodeHeld) -> tup
     if known.facts.incarnation == facts.incarnation and known.held is not None:
         same = (known.held.job_id, known.held.queued) == (held.job_id, held.queued)
         return () if same else (held,)
-    # Whatever this master counted on there is not there.
+    # Nothing that this master expected on the node is there.
     elsewhere = NodeLost(
         node=facts.node,
         incarnation=known.facts.incarnation,
@@ -192,7 +192,7 @@ def _name_in_use(
         and state.job is not None
         and state.job.current.has_member(name)
     ):
-        # This master has just started, and the agent with the job's workers may still come back.
+        # This master has just started, and the agent with the job's workers may still return.
         wait_s = reconnect_s(state, known, now, timing)
         return Refusal(
             reason=f"node name {name} belongs to another agent (pid {old.pid}, host "

@@ -1,21 +1,22 @@
-"""Rules about jobs that nodes train by a plan or a turn that the journal has lost.
+"""Rules about jobs that nodes train though the journal has lost their start or their plan.
 
-Agents name the plan that their workers run with every registration. A master that has found a job
-in its journal, and has made no plan of it since, takes over a newer plan that they name, so that
-nobody has to stop for it. A job that waits in the queue by the journal and that nodes train gets
-the turn. One agent may be broken or hostile, so its word alone is not enough:
+Agents name the plan that their workers run with every registration. A master may have found a job
+in its journal, and have made no plan of it since. Then it takes over a newer plan that agents name,
+so that no worker has to stop. A job that waits in the journal's queue and that nodes train becomes
+the active job. One agent may be broken or hostile, so its report alone is not enough:
 
-1. The plan must be one that a master could have made: it has every layer, each worker once, the
+1. The plan must be one that a master could have made. It has every layer, each worker once, the
    whole batch, and a generation that leaves room for later ones.
 2. An agent speaks for a plan that its own node is in. It must name the whole plan as others do.
-3. A plan is adopted when all its nodes speak for it, and they are more than half of all nodes that
-   are in it or in the newest plan of the journal.
-4. Nodes have the time to come back that they have after any restart of the master. When all are
-   back, or that time is over, lost nodes do not count in that half. A node that came counts, even
-   if its stream is cut since. If most of them speak for newer plans, but no plan has all its nodes,
-   the master learns from the plan that most speak for what workers hold (`PlanFound`), and makes a
-   new plan with the nodes that are there, as after a loss.
-5. Nothing else counts, and the job goes on by the journal.
+3. A plan is adopted when all its nodes speak for it. They must be more than half of all nodes in it
+   or in the newest plan of the journal.
+4. Nodes have the same time to return as after any restart of the master. When all are
+   back, or that time is over, lost nodes do not count in that half. A node that has returned
+   counts, even if its stream is cut since. Most of them may speak for newer plans, without all
+   nodes of any.
+   Then the plan that most speak for says what workers hold (`PlanFound`). The master makes a new
+   plan with the nodes that are there, as after a loss.
+5. Nothing else counts, and the job continues by the journal.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -39,11 +40,11 @@ from oobleck.proto.types import Assignment
 
 
 class NotAdopted(Exception):
-    """A job that nodes train cannot be taken over; the text says why, and the fix."""
+    """Refusal to take over a job that nodes train; the text says why, and the fix."""
 
 
 def check_adoptable(state: ClusterState, job_id: JobId) -> Assign:
-    """Return the newest plan of a job that this master does not know, which all its nodes tell.
+    """Return the newest plan of a job that this master does not know, if all its nodes report it.
     Raises NotAdopted where `adopt` would not take it over at once."""
     held = state.held.get(job_id, [])
     if job_id in state.jobs and (not held or is_queued(held)):
@@ -64,13 +65,13 @@ def check_adoptable(state: ClusterState, job_id: JobId) -> Assign:
 
 
 def is_queued(held: Sequence[Node]) -> bool:
-    """Return whether the job that the nodes are held for waits in this master's queue."""
+    """Return whether the job for which the nodes are held waits in this master's queue."""
     return any(node.held is not None and node.held.queued for node in held)
 
 
 def _told_by_all(held: Sequence[Node]) -> Assign:
-    """Return the newest plan that the held nodes tell. Raises NotAdopted where not all its nodes
-    tell it, or another one tells another plan."""
+    """Return the newest plan that the held nodes report. Raises NotAdopted unless all its nodes
+    report it, and no other node another plan."""
     if not any(node.connected for node in held):
         names = _names(node.facts.node for node in held)
         are = "are" if len(held) > 1 else "is"
@@ -101,14 +102,14 @@ def _told_by_all(held: Sequence[Node]) -> Assign:
 
 
 def ways_on(state: ClusterState, job_id: JobId) -> str:
-    """Return what becomes of a job that nodes train and this master does not know, or has in its
-    queue, and what an operator may do about it."""
+    """Describe the future of a job that nodes train and this master does not know, or has in its
+    queue. Include an operator's choices."""
     if is_queued(state.held[job_id]):
         return (
             "it has its turn as soon as its nodes are most of the cluster's and no node trains the "
             f"job that has the turn now; or end it with 'oobleck cancel {job_id}'"
         )
-    # One of another job's name is not adopted.
+    # A job with the name of another one is not adopted.
     adopt = "" if job_id in state.jobs else f"or take it over with 'oobleck adopt {job_id}', "
     return (
         f"start the master on the --state-dir that has the job, {adopt}or end it with 'oobleck "
@@ -151,7 +152,7 @@ def adopt(context: Context, job: Job) -> Decision | None:
 
 
 def newest_told(state: ClusterState, job: Job) -> tuple[set[NodeName], set[NodeName]]:
-    """Return the nodes that tell the newest plan of the job, and all nodes of that plan."""
+    """Return the nodes that report the newest plan of the job, and all nodes of that plan."""
     if not (speakers := _speakers(state, job)):
         return set(), set()
     newest = _newest(speakers)
@@ -159,12 +160,12 @@ def newest_told(state: ClusterState, job: Job) -> tuple[set[NodeName], set[NodeN
 
 
 def _newest(speakers: Mapping[Assign, Collection[NodeName]]) -> Assign:
-    """Return the plan that most nodes speak for, the newest of several."""
+    """Return the plan that most nodes speak for; the newest on a tie."""
     return max(speakers, key=lambda assign: (len(speakers[assign]), assign.plan.generation))
 
 
 def _speakers(state: ClusterState, job: Job) -> dict[Assign, dict[NodeName, Assignment]]:
-    """Plans that a master could have made, and the nodes that speak for each."""
+    """Return the plans that a master could have made, and the nodes that speak for each."""
     told: dict[Assign, dict[NodeName, Assignment]] = {}
     for name, node in sorted(state.nodes.items()):
         running = node.seen.running
@@ -190,7 +191,7 @@ def _could_be_ours(spec: JobSpec, assign: Assign) -> bool:
 
 
 def nodes_of(assign: Assign) -> set[NodeName]:
-    """Return all nodes that a plan counts on, those that it takes out included."""
+    """Return all nodes of a plan, including those that it takes out."""
     return {*assign.plan.nodes, *(worker.node for worker in assign.leaving)}
 
 
@@ -201,8 +202,8 @@ def _adopted(
     told: Mapping[NodeName, Assignment],
     reason: str,
 ) -> PlanMade | None:
-    """Return the adopted plan; None: by the nodes' statuses, not every worker has a process of its
-    own."""
+    """Return the adopted plan; None: by the nodes' statuses, not every worker has its own
+    process."""
     state, plan, before = context.state, newest.plan, set(job.current.members)
     slots = state.nodes[plan.nodes[0]].facts.worker_slots
     incarnations = tuple(_processes(plan.workers, told))
@@ -244,13 +245,13 @@ def _processes(
 
 
 def take_up(context: Context) -> Decision | None:
-    """Give the turn to a job that waits in the queue by the journal and that nodes train: this
-    master goes on from a copy of before its start.
+    """Make a job active that waits in the journal's queue and that nodes train. Its start is
+    missing in the copy of the journal that this master runs from.
 
-    The job that has the turn by the journal goes back into the queue. It has ended since, or given
-    way, if no node has a process of its plan. Nodes that are away may have one, so those that train
-    the other job must be more than these, and most of the cluster, so that no single node takes the
-    turn by its word.
+    The active job goes back into the queue. It has ended since, or given way, if no node has a
+    process of its plan. Nodes that are away may have one, so the nodes that train the other job
+    must outnumber them. They must also be most of the cluster, so that no single node's report
+    decides.
     """
     state, active = context.state, context.state.job
     for job_id in state.held:
@@ -275,8 +276,8 @@ def take_up(context: Context) -> Decision | None:
 
 
 def _may_go_on(state: ClusterState, job: Job | None, others: Collection[NodeName]) -> bool:
-    """Return whether a node has a process of the job's plan, or as many nodes as `others` may have
-    some, since they are away."""
+    """Return whether a node has a process of the job's plan, or may have one: at least as many
+    nodes as `others` are away."""
     if job is None or job.current.made is None:
         return False
     away: set[NodeName] = set()

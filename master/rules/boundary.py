@@ -1,8 +1,8 @@
 """Rules about plans that nothing waits for: joins, follow-ups, and plans around slow workers.
 
-Such a plan is pushed while training goes on, and all workers switch to it at a step boundary. None
-is made while the job is disturbed. Whether a plan around slow workers is worth its change is the
-planner's choice (`oobleck.planner.recovery.uneven.answer`). Must not know how a worker is found
+Such a plan is pushed while training continues, and all workers switch to it at a step boundary.
+None is made while the job is disturbed. The planner decides whether a plan around slow workers is
+worth the change (`oobleck.planner.recovery.uneven.answer`). Must not know how a worker is found
 slow.
 """
 
@@ -27,11 +27,11 @@ from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.job import Job
 from oobleck.master.state.node import Node
 
-#: Nodes keep a join waiting for at most so many settle times.
+#: Settle times for which further nodes may delay a join.
 _MOST_SETTLES = 3
-#: Between two plans around slow workers: a change costs a part of a second, and a worker that is
-#: slow now and then must not keep the job busy. So long also behind what follows an answer to a
-#: loss: what has just moved shall not move again.
+#: Least interval between plans around slow workers, seconds. A change costs a part of a second, and
+#: an occasionally slow worker must not keep the job busy. The same pause follows an answer to a
+#: loss and its follow-up: state that has just moved shall not move again.
 REST_S = 60.0
 _FOLLOWS: frozenset[Cause] = frozenset({"re-routed", "few holders"})
 
@@ -39,10 +39,10 @@ _FOLLOWS: frozenset[Cause] = frozenset({"re-routed", "few holders"})
 def join(context: Context, job: Job) -> Decision | None:
     """Take in nodes that are ready and have no part in the plan, at a step boundary."""
     state = context.state
-    if not undisturbed(state, job):  # of a drained node the place is not free yet
+    if not undisturbed(state, job):  # the place of a drained node is not free yet
         return None
     ready = [node for node in state.candidates(job) if state.is_ready(node, job)]
-    # Those that stand by are taken back when that is worth it (`even_out`).
+    # Stand-by nodes are taken back when that is worth the change (`even_out`).
     due = _settled_at(context, job, [n for n in ready if n.facts.node not in job.standing_by])
     if due is None:
         return None
@@ -63,7 +63,7 @@ def join(context: Context, job: Job) -> Decision | None:
         cause="worker well" if _stood_by(state, job, found.plan) else "node joined",
         rule=found.rule,
         reason=found.reason,
-        detect_s=0.0,  # until it has settled, nothing waits for it
+        detect_s=0.0,  # nothing waits for it before it has settled
         then=answer.then or "",
         answer=answer,
     )
@@ -71,7 +71,7 @@ def join(context: Context, job: Job) -> Decision | None:
 
 
 def _stood_by(state: ClusterState, job: Job, plan: Plan) -> bool:
-    """Return whether all nodes that `plan` takes in stood by before, and so are well now."""
+    """Return whether all nodes that `plan` takes in were standing by, and so are well now."""
     if job.current.made is None:
         return False
     before = {slow.worker for slow in job.current.made.standing_by}
@@ -99,11 +99,11 @@ def _settled_at(context: Context, job: Job, ready: Sequence[Node]) -> float | No
 def follow_up(context: Context, job: Job) -> Decision | None:
     """Make the follow-up plan at a step boundary; None: none is due.
 
-    A plan that moved no state, so that training went on at once, is followed by one of templates or
-    one with a stage moved. A plan that leaves layers with few nodes is followed by its shadows. The
-    follow-up is dropped if no stage is worth moving, no shadow can be added or planning failed: a
-    new search takes seconds and would end the same. Templates are tried again, since nodes that
-    come may make them possible.
+    A plan that moved no state, so that training continued at once, is followed by one of templates
+    or one with a stage moved. A plan that leaves layers with few nodes is followed by its shadows.
+    The follow-up is dropped if no stage is worth moving, no shadow can be added or planning failed.
+    A new search would end the same. Templates are tried again, since new nodes may make them
+    possible.
     """
     state, made = context.state, job.current.made
     if made is None or not made.then or not undisturbed(state, job):
@@ -139,8 +139,8 @@ def follow_up(context: Context, job: Job) -> Decision | None:
 
 
 def even_out(context: Context, job: Job) -> Decision | None:
-    """Plan anew if workers compute at other rates than the newest plan counts on, or if that plan
-    has slow workers, or leaves them out, and was made for something else."""
+    """Make a plan around slow workers if rates differ from the newest plan's. Make it too if the
+    newest plan was made for another purpose, and has or leaves out slow workers."""
     state, made = context.state, job.current.made
     if made is None or not policies.evens_out(job.spec):
         return None
@@ -152,7 +152,7 @@ def even_out(context: Context, job: Job) -> Decision | None:
     if counted and rates == planned and _as_slow(job, made):
         return None
     members = [state.nodes[name] for name in job.current.members]
-    # A plan after a loss or a join only has other shares for slow workers.
+    # A plan after a loss or a join differs only in the shares of slow workers.
     well = rates != planned and _all_better(rates, planned)
     due = (job.seen.planned_at or 0.0) + REST_S
     rests = made.policy == policies.AROUND_SLOW or made.cause in _FOLLOWS

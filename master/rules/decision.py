@@ -30,15 +30,15 @@ _OF_A_NODE = NodeLost | NodeLeftOut | NodeReset | NodeQuarantined | NodeReleased
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    #: To be journaled and applied, in this order.
+    #: Events to be journaled and applied, in this order.
     actions: tuple[Journaled, ...] = ()
-    #: When to look again though nothing has happened; None: no need.
+    #: Time of the next look without an event; None: no need.
     wake_at: float | None = None
-    #: Why this, or why nothing.
+    #: Reason of the actions, or of having none.
     reason: str = ""
-    #: The rules after it must wait for what this one waits for.
+    #: Later rules must not make plans: they wait for the same as this one.
     holds_plans: bool = False
-    #: The plan that it waits for: to be decided anew when it is there.
+    #: Request for the awaited plan: the rules decide again when it is there.
     awaits: PlanRequest | None = None
 
 
@@ -58,23 +58,23 @@ class Context:
     nonce: str
     planner: Planner
     retention: Retention = field(default_factory=Retention)
-    #: After so many seconds a job that waits for nodes gives way, if it has a checkpoint.
+    #: Seconds for which a job with a checkpoint waits for nodes before it gives way.
     gives_way_s: float = GIVES_WAY_S
 
 
 #: None: the rule does not apply. May raise StillPlanning.
 Rule = Callable[[Context], Decision | None]
-#: A rule about the job that has its turn.
+#: Rule about the active job.
 JobRule = Callable[[Context, Job], Decision | None]
 
 
 def left_out(job: Job, node: Node, reason: str) -> NodeLeftOut:
-    """Return the event that the job goes on without the node, until that registers anew."""
+    """Return the event that the job continues without the node, until the node registers anew."""
     return NodeLeftOut(job_id=job.id, node=node.facts.node, reason=reason)
 
 
 def fail(context: Context, job: Job, reason: str, node: NodeName | None = None) -> Decision:
-    """Return the end of a job that cannot go on. `node`: the only one that is at fault."""
+    """Return the decision that ends a job that cannot continue. `node`: the only one at fault."""
     reason = head(reason)
     event = JobFailed(
         job_id=job.id,

@@ -1,17 +1,17 @@
-"""Rules about drains: moving work off a node before it goes away, without a loss.
+"""Rules about drains: moving work off a node before it leaves, without a loss.
 
-A drain is a planned change, as a join is. The plan without the node is pushed while training goes
-on, and all switch after a vote; layers that the node alone holds are handed over first (`Assign` in
-`oobleck.core.messages`). Until that plan has committed a step the node keeps its part, and
-after a loss meanwhile the next plan may use it again. The node is kept if the job cannot go on
-without it, unless the drain is forced, as it is when an agent was told to end: then the job must do
-without it as after a loss. A node that no job needs is drained at once.
+A drain is a planned change, as a join is. The plan without the node is pushed while training
+continues, and all switch after a vote. Layers that the node alone holds are handed over first
+(`Assign` in `oobleck.core.messages`). Until that plan has committed a step the node keeps its part,
+and after a loss meanwhile the next plan may use it again. The node is kept if the job cannot
+continue without it, unless the drain is forced. A drain is forced if the agent was ordered to end:
+then the job must do without the node as after a loss. A node that no job needs is drained at once.
 
-A node whose agent says that a GPU is sick is drained before it dies, but only while the job without
-it can lose as many nodes as it wants. Nodes go one at a time, the sickest first. NVML may be wrong:
-nobody is drained if at least half of the other nodes are sick too, and sick nodes come back if the
-job waits for nodes or can lose fewer than it wants. A trouble that an operator undrained does not
-count until the agent is started anew.
+A node whose agent reports a sick GPU is drained before it dies. This happens only while the job
+without it can lose as many nodes as it wants. Nodes go one at a time, the sickest first. NVML may
+be wrong. So no node is drained if at least half of the others are sick too. Sick nodes return if
+the job waits for nodes or can lose fewer than it wants. A trouble that an operator undrained does
+not count until the agent is started anew.
 """
 
 from collections.abc import Iterator, Sequence
@@ -44,7 +44,7 @@ TOLD_TO_END = "its agent was told to end"
 
 
 def take_wishes(context: Context) -> Decision | None:
-    """An agent that was told to end asks for its node's drain in its status."""
+    """Note the drains that ending agents ask for in their statuses."""
     wished = tuple(
         NodeDrainRequested(node=name, request_id="", reason=TOLD_TO_END, force=True)
         for name, node in sorted(context.state.nodes.items())
@@ -56,8 +56,8 @@ def take_wishes(context: Context) -> Decision | None:
 
 
 def farewell(context: Context) -> Decision | None:
-    """Lose the nodes whose agents say that they end, without waiting for them. A drained node has
-    nothing that others need, and workers end with their agent."""
+    """Declare the nodes lost whose agents say that they end, without waiting for them. Other nodes
+    need nothing of a drained node, and workers end with their agent."""
     gone = tuple(
         _gone(context, node)
         for _, node in sorted(context.state.nodes.items())
@@ -87,7 +87,7 @@ def _gone(context: Context, node: Node) -> NodeLost:
 
 
 def finish(context: Context) -> Decision | None:
-    """Note the end of drains of nodes that nobody needs any more. A node that trains a job unknown
+    """Note the end of drains of nodes that are needed no longer. A node that trains a job unknown
     to this master is needed until that job is adopted or over."""
     job = context.state.job
     needed = {*job.current.members, *job.current.leaving} if job is not None else set()
@@ -145,8 +145,8 @@ def move_off(context: Context, job: Job) -> Decision | None:
 
 
 def _give_up(job: Job, moving: Sequence[Node]) -> Decision | None:
-    """Drain nodes of a job that waits for nodes, if they are forced to. Others are kept, since they
-    hold a part of its state."""
+    """Drain nodes of a job that waits for nodes, if their drain is forced. Others are kept, since
+    they hold a part of its state."""
     forced = tuple(_without(job, node) for node in moving if node.drain and node.drain.force)
     if forced:
         return Decision(actions=forced, reason="a drain is forced while the job waits for nodes")
@@ -163,8 +163,8 @@ def _without(job: Job, node: Node) -> NodeDrained:
 def _find(
     context: Context, job: Job, moving: Sequence[Node]
 ) -> tuple[Answer | None, list[Journaled]]:
-    """Return the plan without as many of `moving` as the job can spare, and the events about the
-    others: they are kept, or lost if their drain is forced."""
+    """Return the plan without as many of `moving` as the job can spare, and events about the
+    others. The others are kept, or lost if their drain is forced."""
     state, generation = context.state, next_generation(context, job)
     ready = [node for node in state.candidates(job) if state.is_ready(node, job)]
     staying = list(moving)
@@ -205,14 +205,14 @@ def _by_force(job: Job, node: Node, drain: Drain) -> list[Journaled]:
 
 
 def _kept(job: Job, node: Node, why: str) -> Iterator[NodeKept]:
-    """Yield that the node is kept, once for each reason."""
+    """Yield the event that the node is kept, once for each reason."""
     reason = f"job {job.id} needs it: {why}"
     if node.drain is not None and node.drain.kept != reason:
         yield NodeKept(node=node.facts.node, job_id=job.id, reason=reason)
 
 
 def take_out(context: Context) -> Decision | None:
-    """Have the sickest node drained, once it is known what becomes of the one before."""
+    """Drain the sickest node, once the drain of the previous one is decided."""
     state, job = context.state, context.state.job
     if job is not None and (job.state != "running" or falls_short(job)):
         return None
@@ -233,7 +233,8 @@ def take_out(context: Context) -> Decision | None:
 
 
 def take_back(context: Context) -> Decision | None:
-    """Have sick nodes train again where they are needed, or where it is no word about a node."""
+    """Make sick nodes train again where they are needed, or where the sickness seems a false
+    alarm."""
     state, job = context.state, context.state.job
     if _most_are_sick(state):
         why = "most nodes are sick, so it may be a false alarm"
@@ -254,7 +255,7 @@ def take_back(context: Context) -> Decision | None:
 
 def falls_short(job: Job) -> bool:
     """Return whether the job's newest plan tolerates fewer lost nodes than the job asks for, with
-    no follow-up plan due that could mend it."""
+    no follow-up plan due that could help."""
     made = job.current.made
     if made is None or made.then:
         return False

@@ -1,17 +1,18 @@
-"""Rules about repeated failures: whether the job is at fault or one node, and what follows.
+"""Rules about repeated failures: the job's fault or one node's, and the consequences.
 
-The job is at fault if workers on two nodes say so within an hour (an exception in the model, or no
-memory twice for the same step). One node's word ends it only if the others cannot go on without
-that node; otherwise the node is left out, and another worker meets the same error, or does not.
+The job is at fault if workers on two nodes say so within an hour. They report an exception in the
+model, or no memory twice for the same step. One node's report ends it only if the others cannot
+continue without that node. Otherwise the node is left out, and another worker meets the same error,
+or does not.
 
-Other errors may be the node's own: data that are missing or damaged, a device, a disk, ends that
-nobody explains. The node is left out if the others can do without it. The job fails if most nodes
-say the same, or if processes keep ending on a second node without a step in between.
+Other errors may be the node's own: data that are missing or damaged, a device, a disk, unexplained
+ends. The node is left out if the others can do without it. The job fails if most nodes say the
+same, or if processes keep ending on a second node without a step in between.
 
-A node is also left out if it reads other data than the rest, or if its processes keep ending before
-they have a part in a step. It is let in again when its agent registers anew. A node that fails
-again and again is put in quarantine, a drain that ends by itself and doubles each time. Nodes that
-fail as most others do are not to blame, and a job that waits for nodes gets one out of quarantine.
+A node is also left out if it reads other data than the rest, or its processes keep ending before
+they join a step. It is let in again when its agent registers anew. A node that fails repeatedly is
+put in quarantine, a drain that ends by itself and doubles each time. Nodes that fail as most others
+do are not to blame. A job that waits for nodes releases nodes from quarantine.
 """
 
 from collections import Counter
@@ -31,9 +32,9 @@ from oobleck.master.state.node import Node
 
 #: Failures within the window after which a node is put in quarantine.
 MOST_FAILURES = 5
-#: Failed starts in a row of the process that workers are forked from.
+#: Consecutive failed starts of the process that workers are forked from.
 MOST_FAILED_STARTS = 3
-#: Ends of one worker's processes in a row, without a committed step in between.
+#: Consecutive ends of one worker's processes, without a committed step in between.
 _MOST_ENDS = 5
 #: Errors on two nodes within this time are the job's, since its code may fail at random, seconds.
 _ONE_FAULT_S = 3600.0
@@ -46,7 +47,7 @@ def leave_out_unfit(context: Context, job: Job) -> Decision | None:
 
 
 def _reason(state: ClusterState, job: Job, node: Node) -> str:
-    """Return why the node cannot take part; empty: nothing is known against it."""
+    """Return why the node cannot take part; empty: no reason is known."""
     name = node.facts.node
     if name in job.seen.faults.unfit:
         return job.seen.faults.unfit[name]
@@ -84,7 +85,7 @@ def _quarantines(state: ClusterState, first_s: float) -> Iterator[NodeQuarantine
 
 
 def _all_flap(state: ClusterState, node: Node) -> bool:
-    """Return whether at least half of the other nodes fail about as often: then the network or the
+    """Return whether at least half of the other nodes fail about as often. Then the network or the
     job is at fault, not the node."""
     others = [other for other in state.nodes.values() if other is not node]
     bad = [other for other in others if len(other.failures.times) >= MOST_FAILURES - 1]
@@ -167,7 +168,7 @@ def leave_out(context: Context, job: Job) -> Decision | None:
 
 
 def _is_done_without(context: Context, job: Job, nodes: Collection[NodeName]) -> bool:
-    """Return whether the job has other nodes and, after the first plan, can go on with them."""
+    """Return whether the job has other nodes and, after the first plan, can continue with them."""
     if job.current.made is None:
         return bool(_others(context, job, nodes))
     others = {*job.current.members} - {*nodes}
@@ -218,8 +219,8 @@ def _news(job: Job, suspects: dict[NodeName, str]) -> dict[NodeName, str]:
 
 
 def _others(context: Context, job: Job, suspects: Collection[NodeName]) -> list[Node]:
-    """Return the candidates without a known fault. A node that is away counts until it is lost:
-    after a restart of the master the first to come back may be the faulty one."""
+    """Return the candidates without a known fault. A node that is away counts until it is lost.
+    After a restart of the master, the first node to return may be the faulty one."""
     return [node for node in context.state.candidates(job) if node.facts.node not in suspects]
 
 

@@ -1,4 +1,4 @@
-"""The rule about a job's first plan: the nodes it waits for, and the profile it is made by.
+"""Rule about a job's first plan: the nodes it waits for, and the profile it is made by.
 
 A profile is stored, measured by the job's workers, or estimated. All ready workers measure at the
 same time, since all will compute at the same time. Two of them also measure the link between nodes,
@@ -40,7 +40,7 @@ from oobleck.master.state.node import Node
 from oobleck.planner.profile.measurement import assemble_profile
 from oobleck.planner.profile.memory import budget_bytes
 
-#: Measurements that lost a worker of a link begin anew so often; after that the link is filled in.
+#: Most attempts at measurements that lose a worker of a link; after that the link is filled in.
 _MOST_ATTEMPTS = 3
 #: Most names of workers in a reason.
 _MOST_NAMES = 8
@@ -64,7 +64,7 @@ def _choose(context: Context, job: Job, ready: Sequence[Node]) -> Decision:
         if job.profiling.under_way
         else set()
     )
-    # A node that has come meanwhile is not part of the load that was measured under.
+    # A node that has joined meanwhile was no part of the measured load.
     key = key_of(job, [node for node in ready if node.facts.node in asked] or ready)
     stored = context.state.profiles.get(key)
     problem = questions.unusable_profile(context.state, job, ready, key)
@@ -166,7 +166,7 @@ def _card(state: ClusterState, worker: WorkerId) -> str:
 def _conclude(
     context: Context, job: Job, ready: Sequence[Node], key: str, *, timed_out: bool
 ) -> Decision:
-    """Make what was measured the job's profile, or say why the estimate takes its place."""
+    """Make the measurements the job's profile, or say why the estimate takes its place."""
     answers = list(job.seen.profiling.measured.values())
     found = [answer.measurement for answer in answers if answer.measurement is not None]
     links = [
@@ -191,7 +191,7 @@ def _conclude(
     missing += _unlinked(job)
     reason = "; ".join([f"measured by {count(len(found), 'worker')}", *missing])
     if missing:
-        # Others are not to be planned by it for good.
+        # Other jobs must not be planned by it for good.
         reason += "; it is not stored"
         notes["missing"] = missing
     chosen = ProfileChosen(
@@ -243,7 +243,7 @@ def _estimate(job: Job, reason: str) -> Decision:
 
 
 def start(context: Context, job: Job) -> Decision | None:
-    """Plan generation 1 once every node that may still get ready is."""
+    """Plan generation 1 once every node that may still become ready is."""
     state = context.state
     candidates, _ = state.alike(job)
     ready, unlike = questions.like_data(
@@ -325,23 +325,23 @@ def _has_all(job: Job, node: Node) -> bool:
 
 
 def _check_enough(job: Job, nodes: list[Node]) -> None:
-    """Raises PlanInfeasible. To measure a model, any node is enough."""
+    """Check that the job can start on `nodes`; any node is enough to measure a model. Raises
+    PlanInfeasible."""
     if job.profile_only and nodes:
         return
     client.check_enough(job, nodes)
 
 
 def _check_shadows(context: Context, job: Job, nodes: list[Node]) -> None:
-    """Raises PlanInfeasible where `nodes` are enough with shadows alone, and lack the memory for
-    them, which only a plan tells."""
+    """Check the memory for shadows, if `nodes` are enough only with shadows. This takes a plan.
+    Raises PlanInfeasible."""
     if not job.profile_only and client.needs_shadows(job, nodes):
         client.first_plan(context.planner, job, nodes, next_generation(context, job))
 
 
 def _settled_at(context: Context, job: Job, ready: list[Node]) -> float | None:
     """Return the time until which a start on fewer nodes than templates need waits for others. When
-    a cluster is switched on, all of its nodes come up at about the same time. None: there are
-    enough."""
+    a cluster is switched on, all its nodes start at about the same time. None: there are enough."""
     if job.profile_only or not client.needs_shadows(job, ready):
         return None
     return max(node.seen.ready_at or context.now for node in ready) + context.timing.join_settle_s

@@ -1,14 +1,14 @@
-"""Rules about jobs: turns, first and repeated steps, checkpoints, and the end.
+"""Rules about jobs: the queue, first and repeated steps, checkpoints, and the end.
 
 One job trains at a time, in the order of submission. A job that was never trained and that has too
-few nodes gives its turn to the first job after it that could start (backfilling, as batch
-schedulers call it), and is asked again first when that one has ended. A trained job does so after
-it has waited for long, if it has a checkpoint: its workers are ended, and it goes on from there.
+few nodes gives its turn to the first job after it that could start. Batch schedulers call that
+backfilling. The job is the first in the queue again when that one has ended. A trained job gives
+way after a long wait, if it has a checkpoint: its workers are ended, and it resumes from there.
 Without a checkpoint its state is in its workers' memory alone, and it keeps its turn. No job that
 trains is interrupted for another one.
 
-Workers take checkpoints and go back to them by themselves; the master notes each report once. Jobs
-that ended long ago are forgotten, so that the state does not grow for ever; their files stay.
+Workers take checkpoints and return to them by themselves; the master notes each report once. Jobs
+that ended long ago are forgotten, so that the state does not grow for ever. Their files stay.
 """
 
 from oobleck.core.errors import PlanInfeasible
@@ -57,13 +57,13 @@ def give_way(context: Context, job: Job) -> Decision | None:
     if context.now < due:
         return Decision(wake_at=due, reason=f"{other.id} can start, {job.id} may yet go on")
     if not _has_nothing_to_lose(context, job) and (ready := get_ready(context, job)) is not None:
-        return ready  # it may go on with them
+        return ready  # it may resume with them
     event = JobPutBack(job_id=job.id, instead=other.id)
     return Decision(actions=(event,), reason=f"{other.id} can start, {job.id} cannot")
 
 
 def _gives_way_at(context: Context, job: Job) -> float | None:
-    """Return the time at which a waiting job gives up its turn; None: it keeps its turn."""
+    """Return the time at which a waiting job gives way; None: it does not."""
     if _has_nothing_to_lose(context, job):
         return context.now
     return job.seen.waits_since + context.gives_way_s if job.has_checkpoint else None
@@ -78,8 +78,8 @@ def _has_nothing_to_lose(context: Context, job: Job) -> bool:
 
 
 def outlook(state: ClusterState, job: Job, gives_way_s: float, now: float) -> str:
-    """Describe for operators whether and when a waiting job gives up its turn; empty: no other job
-    wants the turn, or it was given up already."""
+    """Describe for operators whether and when a waiting job gives way. Empty: no other job could
+    start, or it has given way already."""
     other = _next_that_fits(state)
     if job.state != "waiting for nodes" or state.active != job.id or other is None:
         return ""
@@ -147,8 +147,8 @@ def first_step(context: Context, job: Job) -> Decision | None:
 
 
 def _told_by(context: Context, job: Job) -> float:
-    """Return the time until which to wait for all workers' reports on the transition, which agents
-    send with the newest generation's first step. 0: do not wait."""
+    """Return the time until which to wait for all workers' reports on the transition. Agents send
+    them with the newest generation's first step. 0: do not wait."""
     made, timeline = job.current.made, job.seen.timeline
     if made is None or timeline is None or timeline.first_step_at is None:
         return 0.0
@@ -161,7 +161,7 @@ def _told_by(context: Context, job: Job) -> float:
 
 
 def caught_up(context: Context, job: Job) -> Decision | None:
-    """The steps that were lost with the way back to a checkpoint are committed again."""
+    """Note that the steps lost by the return to a checkpoint are committed again."""
     if not job.rollback.redo_until or job.seen.steps.furthest_step < job.redone_until:
         return None
     event = JobCaughtUp(job_id=job.id, step=job.seen.steps.furthest_step)
@@ -191,11 +191,11 @@ def _succeed(context: Context, job: Job) -> Decision | None:
             return Decision(reason=missing)
         if job.seen.steps.records_wait:
             return Decision(reason=missing)
-        # The agents send what they have as soon as they are connected.
+        # The agents send their records as soon as they are connected.
         last = max(job.seen.progressed_at or context.now, job.seen.steps.recorded_at or 0.0)
         if context.now < (due := last + context.timing.meeting_s):
             return Decision(wake_at=due, reason=missing)
-    # A master that ended before it wrote the records behind them has told of these.
+    # A master that ended before it wrote the later records has reported these.
     told = max((one.last for one in job.lost.last), default=0)
     first = max(through, told) + 1
     lost = (records_lost(job, range(first, steps + 1)),) if first <= steps else ()
@@ -204,14 +204,15 @@ def _succeed(context: Context, job: Job) -> Decision | None:
 
 
 def _lacks_evaluations(job: Job) -> bool:
-    """Return whether the evaluation after the last step has not come."""
+    """Return whether the evaluation after the last step is still missing."""
     newest = job.seen.steps.evaluation
     wanted = job.spec.evaluation is not None
     return wanted and (newest is None or newest.step < job.spec.training.steps)
 
 
 def records_lost(job: Job, steps: range) -> RecordsLost:
-    """Return the word on records that nobody has sent, with why, as far as that is known."""
+    """Return the event that no agent has sent these records, with the reason, as far as it is
+    known."""
     why, restored = "nobody who is connected has them", job.rollback.restored
     if restored is not None and steps.start <= restored.step:
         what = restored.records_problem or "there are none"

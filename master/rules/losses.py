@@ -1,14 +1,14 @@
 """Rules about losses of nodes and of workers: evidence, replacements, and when nodes are forgotten.
 
 A node is lost when its agent's stream is closed and, close in time, another node's worker reports a
-lost peer (two witnesses). On the way into a generation workers have no connections that could tell
-of a death: there the second witness is that all others wait at the rendezvous. A node is also lost
+lost peer (two witnesses). On the way into a generation workers have no connections that could show
+a death. There the second witness is that all others wait at the rendezvous. A node is also lost
 when nothing is heard of it for a lease (`oobleck.master.state.leases`). While more than half of a
 plan's nodes are cut off, the master itself is taken to be cut off, and only leases count.
 
 A worker is lost when its agent says so. The agent forks a replacement as it reports the end, and
-names it at once. The next plan counts on it from then on, so the others come to the rendezvous
-while it starts. If it is not up in time, the others go on without it if they can.
+names it at once. The next plan counts on it from then on, so the others join the rendezvous while
+it starts. If it is not up in time, the others continue without it if they can.
 
 Nodes that were lost long ago are forgotten, so that the state does not grow for ever. Pure.
 """
@@ -100,7 +100,7 @@ def _away(state: ClusterState) -> list[NodeName]:
 
 def _missed_at(state: ClusterState, name: NodeName, timing: Detection) -> float | None:
     """Return the time at which a node whose agent's stream is closed counts as missing from the
-    rendezvous. By then all connected workers have long left the generation before, and none has
+    rendezvous. By then all connected workers have long left the previous generation, and none has
     joined the next one. None: it is not missed."""
     job, closed_at = state.job, state.nodes[name].seen.closed_at
     if job is None or job.current.made is None or job.current.losses or closed_at is None:
@@ -119,7 +119,7 @@ def _missed_at(state: ClusterState, name: NodeName, timing: Detection) -> float 
 def _proof(
     state: ClusterState, node: Node, now: float, timing: Detection
 ) -> tuple[float, str] | None:
-    """Return when the first of two witnesses of the node's loss reported, and their words; None:
+    """Return when the first of two witnesses of the node's loss reported, and their reports; None:
     there are not two. Called only while most of the plan's nodes are connected."""
     job = state.job
     closed_at = node.seen.closed_at
@@ -132,7 +132,7 @@ def _proof(
         return None
     resumed_at = node.seen.resumed_at
     if resumed_at is not None and closed_at <= resumed_at + timing.answer_s:
-        return None  # the agent has given up on this master, and comes back
+        return None  # the agent has given up on this master, and returns
     for worker, (at, lost) in sorted(job.seen.peers_lost.items()):
         if (
             worker.node != name
@@ -149,7 +149,7 @@ def _proof(
 
 def forget_nodes(context: Context) -> Decision | None:
     """Forget nodes that were lost long ago, except those that an operator drained: the drain holds
-    when they come back."""
+    when they return."""
     state, now = context.state, context.now
     due = {
         name: node.seen.lost_at + context.retention.node_s
@@ -229,7 +229,7 @@ def _evidence(
 
 
 def give_up_late(context: Context, job: Job) -> Decision | None:
-    """Go on without a process that the plan counts on and that does not get up."""
+    """Continue without a process that the plan counts on and that does not start."""
     state = context.state
     if job.current.made is None or job.seen.planned_at is None:
         return None

@@ -1,7 +1,7 @@
 """Next plan of a job: questions to the planner, and the decision to wait where it has no answer.
 
-A plan that would lose state for good is not made. Owns also the requests that are likely to come
-next (`Foresight`). Must not know which rule asks, nor how plans are made.
+A plan that would lose state for good is not made. Owns also the requests that are likely to be next
+(`Foresight`). Must not know which rule asks, nor how plans are made.
 """
 
 import logging
@@ -41,7 +41,7 @@ from oobleck.planner.recovery.reconfigure import can_lose
 log = logging.getLogger(__name__)
 
 
-#: With more nodes each plan takes so long that there is not one for each before the next loss.
+#: Most nodes. With more, planning takes too long for a plan for each loss to be ready in time.
 _MOST_NODES = 64
 _BACK = "put that right, and 'oobleck node undrain NODE' takes a node back"
 
@@ -56,8 +56,8 @@ def next_plan(
     """Return the plan that replaces `job`'s newest one on `live`, by the `wanted` policy; None: the
     policy after a loss.
 
-    Nodes that stand by get a part only if without them no plan is possible, or only plans that can
-    lose fewer nodes than the job wants.
+    Nodes that stand by get a part only if no plan is possible without them, or only one that can
+    lose fewer nodes than wanted.
 
     Raises StillPlanning and PlanInfeasible. A plan is also infeasible if it leaves a layer of a
     trained model without a holder and there is no checkpoint. The exception is a layer that is gone
@@ -86,9 +86,9 @@ def _next_plan(
     answer = client.next_plan(context.planner, job, live, generation, wanted)
     lost = questions.lost_layers(context.state, job, answer.found.plan)
     if lost is not None and wanted in policies.VOLUNTARY:
-        raise PlanInfeasible(*lost.causes)  # nobody is forced to make a change
+        raise PlanInfeasible(*lost.causes)  # the change is voluntary
     if lost is not None and answer.policy != policies.MOVING and wanted != policies.MOVING:
-        # State must move all the same, so it may as well go where it is best.
+        # State must move anyway, so move it to where it is best.
         return _next_plan(context, job, live, generation, policies.MOVING)
     if lost is None or job.has_checkpoint:
         return answer
@@ -104,9 +104,9 @@ def _next_plan(
 
 
 def _for_losses(job: Job) -> RecoveryPolicy:
-    """Return the policy that the job wants for losses, if workers hold what the plan to change
-    says. They may not while a plan that moves state is entered and has no committed step, nor after
-    another job had the turn: then state moves."""
+    """Return the job's policy for losses, if workers hold what the plan to change says. They may
+    not while a plan that moves state has no committed step, nor after another job was active. Then
+    state moves."""
     made = job.current.made
     moving = made is not None and not policies.keeps_state(made.policy) and job.current.on_the_way
     moving = moving and not job.unentered
@@ -116,7 +116,7 @@ def _for_losses(job: Job) -> RecoveryPolicy:
 
 
 def wait(state: ClusterState, job: Job, infeasible: PlanInfeasible, *more: str) -> Decision:
-    """Return the decision to wait for nodes, with all that keeps nodes out of the job."""
+    """Return the decision to wait for nodes, with all reasons that keep nodes out of the job."""
     out = describe_left_out(sorted(job.left_out.items()))
     odd = describe_left_out((node.facts.node, why) for node, why in state.alike(job)[1])
     slots = state.worker_slots(job) or 0
@@ -143,7 +143,7 @@ def wait(state: ClusterState, job: Job, infeasible: PlanInfeasible, *more: str) 
 
 
 def describe_left_out(nodes: Iterable[tuple[NodeName, str]]) -> list[str]:
-    """List each reason for leaving nodes out once, with all nodes that it keeps out."""
+    """List each reason for leaving nodes out once, with all its nodes."""
     by_reason: dict[str, list[NodeName]] = {}
     for node, why in nodes:
         by_reason.setdefault(why, []).append(node)
@@ -154,12 +154,13 @@ def describe_left_out(nodes: Iterable[tuple[NodeName, str]]) -> list[str]:
 
 
 def can_spare(context: Context, job: Job, nodes: Set[NodeName]) -> bool:
-    """Return whether the job can go on without these nodes and the layers that only they hold."""
+    """Return whether the job can continue without these nodes and the layers that only they
+    hold."""
     return nodes <= set(job.current.newcomers) or plan_without(context, job, nodes) is not None
 
 
 def plan_without(context: Context, job: Job, nodes: Set[NodeName]) -> Plan | None:
-    """Return the plan for the other ready nodes; None: they cannot go on alone."""
+    """Return the plan for the other ready nodes; None: they cannot continue alone."""
     state = context.state
     rest = [
         node
@@ -173,9 +174,9 @@ def plan_without(context: Context, job: Job, nodes: Set[NodeName]) -> Plan | Non
 
 
 def plan_without_drained(context: Context, job: Job, live: Sequence[Node]) -> Answer:
-    """Return the next plan without the nodes that are to be drained. Those whose drain is not
-    forced get a part if no other plan is possible; sick ones also if the job could lose fewer nodes
-    than it wants without them. Raises PlanInfeasible."""
+    """Return the next plan without the nodes that are to be drained. Nodes whose drain is not
+    forced get a part if no other plan is possible. Sick ones get a part also if without them the
+    job could lose fewer nodes than it wants. Raises PlanInfeasible."""
     state, generation = context.state, next_generation(context, job)
     kept = [
         node
@@ -198,8 +199,8 @@ def plan_without_drained(context: Context, job: Job, live: Sequence[Node]) -> An
 
 
 def get_ready(context: Context, job: Job) -> Decision | None:
-    """Return the decision to wait for nodes that get ready for a job about to go on after another
-    one; None: no node is worth waiting for."""
+    """Return the decision to wait for nodes that start workers for a job about to resume after
+    another one; None: no node is worth waiting for."""
     pending = [
         node
         for node in context.state.candidates(job)
@@ -219,28 +220,27 @@ def getting_ready(context: Context, job: Job, pending: list[Node]) -> Decision:
 
 
 class _Asked(AtOnce):
-    """A planner that has no reply, so that the request is known."""
+    """Planner without replies, which reveals the request."""
 
     def reply(self, request: PlanRequest) -> PlanReply:
         raise StillPlanning(request)
 
 
 class Foresight:
-    """Requests for the plans after the loss of any one node, which are worked on in advance.
+    """Requests for the plans after the loss of any one node, made in advance.
 
-    They are made anew only when something has changed that such plans depend on.
+    They are made anew only when the inputs of these plans have changed.
     """
 
     def __init__(self) -> None:
-        #: Job and generation that they are of, and what else they hang on.
+        #: Their job and generation, and their other inputs.
         self._of: tuple[JobId, Generation] | None = None
         self._seen: object = None
         self._found: tuple[PlanRequest, ...] = ()
 
     def look(self, context: Context) -> tuple[PlanRequest, ...]:
-        """Return the requests that the loss of each single node leads to. While the job is
-        disturbed they stay as they were before, since the first signs of a loss must not drop
-        them."""
+        """Return the requests that follow from the loss of each single node. While the job is
+        disturbed they stay unchanged, since the first signs of a loss must not drop them."""
         state, job = context.state, context.state.job
         if job is None or job.current.made is None or len(job.current.members) > _MOST_NODES:
             return ()
@@ -262,8 +262,9 @@ class Foresight:
                 except StillPlanning as still:
                     self._found += (still.request,)
                 except PlanInfeasible:
-                    pass  # that takes no time to find
+                    pass  # this is found quickly
                 except Exception:
-                    # Nothing hangs on it yet; where the loss comes, the rules meet it again.
+                    # No decision depends on it yet; when the loss occurs, the rules meet the error
+                    # again.
                     log.exception("what a loss would ask for is not known", extra={"node": name})
         return self._found

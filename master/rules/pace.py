@@ -3,13 +3,13 @@
 A worker's time is compared with the profile's time for its layers in the plan. If all workers of a
 layer need more or less than its profile says, the profile is wrong, and no worker is slow. So each
 layer's time is scaled by the usual worker's ratio, limited to the range of the workers that compute
-the layer: that assumes the smallest mistakes. Then a worker is compared with the median of all.
+the layer. That assumes the smallest mistakes. Then a worker is compared with the median of all.
 
 A worker is slow if every sample in a window exceeds SLOW. A sample spans at least a second and a
-step. If there are too few processors, workers are starved in turn, one by half as much again, for
-seconds. So the window must also be long enough to lose LOST_S: a worker twice as slow loses that at
-once, a slightly slower one later. For the same reason a worker is well again if its mean over a
-window is below WELL, though not every sample is.
+step. If there are too few processors, workers are starved one after the other: each is 1.5 times as
+slow for seconds. So the window must also be long enough to lose LOST_S. A worker twice as slow
+loses that at once, a slightly slower one later. For the same reason a worker is well again if its
+mean over a window is below WELL, though not every sample is.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,7 +39,7 @@ WHILE_S = 3.0
 LOST_S = 0.8
 #: Relative change of a slow worker's rate that makes a new event.
 _CHANGE = 0.2
-#: For so long after a plan do not raise a slow worker's rate above its planned one, seconds: CPU
+#: Seconds after a plan in which a slow worker's rate is not raised above its planned one: CPU
 #: quotas let it burst after idling, so with less to do it seems faster than it is with more.
 TRIED_S = 600.0
 #: Largest factor by which a worker measured alone may seem faster or slower than in training.
@@ -56,13 +56,13 @@ class _Sample:
     steps: Mapping[WorkerId, int]
     #: Seconds of computation per step.
     step_s: Mapping[WorkerId, float]
-    #: That, as a multiple of what it would be at the others' pace.
+    #: Multiple of the time at the others' pace.
     slowness: Mapping[WorkerId, float]
 
 
 @dataclass(frozen=True, slots=True)
 class _Beside:
-    """A measurement of a worker that stands by, held against the others' pace."""
+    """Measurement of a stand-by worker, compared with the others' pace."""
 
     slowness: float
     #: Seconds that another worker's share of a step would take it, and takes that worker.
@@ -70,8 +70,8 @@ class _Beside:
     usual_s: float
 
 
-#: By measurement, for as long as that is kept: the plan and the profile that it was held against,
-#: and what came of it. As many as stand by, since each reconcile asks for all of them.
+#: By measurement, for as long as that is kept: the plan and profile of the comparison, and its
+#: result. One entry per stand-by worker, since each reconcile asks for all of them.
 _beside: WeakKeyDictionary[Alone, tuple[Plan, Profile, _Beside | None]] = WeakKeyDictionary()
 
 
@@ -123,13 +123,13 @@ def _changed(context: Context, job: Job) -> Iterator[RateChanged]:
 
 
 def _hindrance(context: Context, worker: WorkerId) -> str:
-    """Return what the worker's agent sees that may slow it down; empty: nothing."""
+    """Return the agent's explanation of the worker's slowness; empty: none."""
     status = context.state.nodes[worker.node].seen.status.worker(worker.slot)
     return status.hindrance if status is not None else ""
 
 
 def _alone(context: Context, job: Job) -> Iterator[RateChanged]:
-    """Yield new rates of slow workers that stand by, from what they have measured alone."""
+    """Yield new rates of slow workers that stand by, from their measurements alone."""
     made, pace = job.current.made, job.seen.pace
     if made is None or job.state != "running" or pace.generation != job.current.generation:
         return
@@ -167,7 +167,7 @@ def _alone(context: Context, job: Job) -> Iterator[RateChanged]:
 def _held_against(
     plan: Plan, profile: Profile, order: Sequence[int], alone: Alone
 ) -> _Beside | None:
-    """Worked out once for a measurement. None: it says nothing."""
+    """Compare a measurement with the others' pace, once; None: it says nothing."""
     known = _beside.get(alone)
     if known is None or known[:2] != (plan, profile):
         known = _beside[alone] = plan, profile, _compare(plan, profile, order, alone)
@@ -192,7 +192,7 @@ def _other_steps(
     usual_s = _sample(plan, profile, alone.first, alone.last).step_s
     try:
         own = computing_by_layer_s(plan, _as_measured(profile, order, alone.seconds))
-    except ValueError:  # the plan is another master's; or nothing takes that long, or that short
+    except ValueError:  # the plan is another master's; or no device takes that long, or that short
         return ()
     whole = {worker: sum(own.get(worker, {}).values()) for worker in usual_s}
     return [(whole[worker], seconds) for worker, seconds in usual_s.items() if whole[worker] > 0]
@@ -215,7 +215,7 @@ def _taking(layer: LayerProfile, seconds: float) -> LayerProfile:
 
 
 def _well(samples: Sequence[_Sample], worker: WorkerId) -> Sequence[_Sample]:
-    """The newest samples that make a while, if the worker was well in it; else none."""
+    """Return the newest samples that fill a window, if the worker was well in it; else none."""
     run = _run(samples, worker, lambda slowness: True, WELL_STEPS)
     return run if run and _slowness(run, worker) < WELL else ()
 
@@ -241,7 +241,8 @@ def _run(
     steps: int,
     lost_s: float = 0.0,
 ) -> Sequence[_Sample]:
-    """The newest samples that make a while, if what `holds` does so for all of them; else none."""
+    """Return the newest samples that fill a window, if `holds` is true of all of them; else
+    none."""
     found_steps, found_s, found_lost_s = 0, 0.0, 0.0
     for count, sample in enumerate(samples, 1):
         slowness = sample.slowness.get(worker)
@@ -286,14 +287,15 @@ def _event(
 
 
 def _spent(run: Sequence[_Sample], worker: WorkerId) -> tuple[float, float]:
-    """Seconds that it has computed, and that it would have at the others' pace."""
+    """Return the seconds that the worker computed, and those that it needs at the others' pace."""
     seconds = [sample.steps[worker] * sample.step_s[worker] for sample in run]
     usual = (s / sample.slowness[worker] for s, sample in zip(seconds, run, strict=True))
     return sum(seconds), sum(usual)
 
 
 def _samples(plan: Plan, profile: Profile, rounds: Sequence[Round]) -> list[_Sample]:
-    """Newest first. The first round is where the generation's first step is left behind."""
+    """Return the samples between rounds, newest first. The first round is the end of the
+    generation's first step."""
     found = [_sample(plan, profile, before, after) for before, after in pairwise(rounds)]
     return found[::-1]
 
@@ -307,7 +309,7 @@ def _sample(plan: Plan, profile: Profile, before: Round, after: Round) -> _Sampl
         if first is None or first.process != last.process:
             continue
         taken, spent_s = last.steps - first.steps, last.seconds - first.seconds
-        # An agent that tells of other times is broken or hostile.
+        # An agent that reports other times is broken or hostile.
         if taken > 0 and LEAST_S <= spent_s / taken <= MOST_S:
             steps[worker], step_s[worker] = taken, spent_s / taken
     return _Sample(
@@ -324,7 +326,7 @@ def _profiled_s(plan: Plan, profile: Profile) -> Mapping[WorkerId, Mapping[int, 
     plan."""
     try:
         return computing_by_layer_s(plan, profile)
-    except ValueError:  # of a plan that another master made, by another profile
+    except ValueError:  # the plan is another master's, made by another profile
         return {}
 
 

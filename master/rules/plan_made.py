@@ -1,7 +1,7 @@
 """Event of the next plan: its processes, rendezvous, causes, and stand-by times.
 
 Owns also the limit of rendezvous without a step, after which the job ends instead. Must not know
-where the plan comes from, nor what it answers.
+the plan's source, nor what it answers.
 """
 
 from collections.abc import Iterator
@@ -30,12 +30,12 @@ from oobleck.planner.recovery.answer import Answer
 from oobleck.planner.recovery.reconfigure import can_lose
 from oobleck.planner.recovery.rules import Next
 
-#: Less is copied in no time.
+#: Copying fewer bytes takes no noticeable time.
 _WORTH_SAYING_BYTES = 1_000_000
-#: Longest stand-by, seconds. A process that is put to stand by again, after its rate got better,
-#: must do so for twice as long as before: measured alone it may look well though it is not.
+#: Longest stand-by, seconds. A process that stands by again, after its rate got better, must do so
+#: for twice as long as before. Measured alone it may only seem well.
 LONGEST_STAND_BY_S = 3600.0
-#: A process whose rate has been better for so long stands by as if for the first time, seconds.
+#: Seconds with a better rate after which a process stands by as if for the first time.
 FORGET_STAND_BY_S = 3600.0
 #: Fewest rendezvous without a step that a job may fail after.
 _ENOUGH = 5
@@ -59,8 +59,8 @@ def plan_made(
 ) -> PlanMade:
     """Return the event that `plan` is made.
 
-    `restore`: workers go back to the newest checkpoint. They also do if the plan before told them
-    to and has committed no step, since it is not known which of them have gone back.
+    `restore`: workers return to the newest checkpoint. They also do if the previous plan asked for
+    that and has committed no step, since it is not known which of them have returned.
     `passes_over`: as in `PlanMade`. `answer`: the planner's answer that the plan is from.
     """
     if detect_s is None:
@@ -142,8 +142,8 @@ def _needs_handover(state: ClusterState, job: Job, plan: Plan) -> bool:
 def _leaving(
     state: ClusterState, job: Job, plan: Plan, *, boundary: bool, handover: bool
 ) -> tuple[WorkerId, ...]:
-    """Return the workers outside `plan` that must receive it: those that hand over layers and, at a
-    boundary, all of the plan before, since the switch takes their votes."""
+    """Return the workers outside `plan` that must receive it. They hand over layers, or at a
+    boundary were in the plan before, since the switch takes their votes."""
     leaving = set(job.current.processes()) if boundary else set()
     if handover:
         leaving.update(questions.departing(state, job, plan))
@@ -208,7 +208,7 @@ def _stand_by_s(context: Context, job: Job, worker: WorkerId) -> float:
     if last is None or last.process != job.slow[worker].incarnation:
         return 0.0
     better_at = job.seen.stand_by_times[worker].better_at
-    if better_at is None:  # it was needed, as slow as it was
+    if better_at is None:  # it was needed although slow
         return last.seconds
     if context.now > better_at + FORGET_STAND_BY_S:
         return 0.0
@@ -242,7 +242,7 @@ def meet_again(
 def met_enough(context: Context, job: Job, reason: str) -> Decision | None:
     """Return the job's end after too many rendezvous; None: its workers meet again.
 
-    `reason`: why they would have to.
+    `reason`: why they would meet.
     """
     since, regroups = job.seen.since_step.fruitless_since, job.seen.since_step.regroups
     if since is None or regroups < _ENOUGH or context.now < since + context.timing.fruitless_s:

@@ -1,7 +1,7 @@
-"""Questions that several rules ask of the state: who holds what, who is away, what is ready.
+"""Questions that several rules ask of the state: holders of layers, nodes that are away or ready.
 
 Holders of state are derived from the plans that live workers have entered (`Lineage.plans`) and
-from their agents' reports. Pure. Must not know what is decided by an answer.
+from their agents' reports. Pure. Must not know the decisions based on an answer.
 """
 
 import math
@@ -43,7 +43,7 @@ _MOST_DOUBLINGS = 20
 def was_trained(state: ClusterState, job: Job) -> bool:
     """Return whether the model was trained, so that there is state to lose. After a restart of the
     master the step may be unknown, and the nodes that reported it may be gone. One node's report
-    does not count while others of the plan are connected and know of no step."""
+    does not count while others of the plan are connected and have no step."""
     steps, processes = job.seen.steps, job.current.processes()
     if job.current.stepped > NO_GENERATION or max(steps.committed_step, steps.furthest_step) > 0:
         return True
@@ -90,9 +90,9 @@ def gone_for_good(context: Context, job: Job) -> LayerLost | None:
 
 
 def may_be_untold(state: ClusterState, job: Job) -> bool:
-    """Return whether agents may hold back a report that explains the missing state. That is so
-    where some state has no known holder, but all of it would have one if all connected workers had
-    entered the newest plan."""
+    """Return whether agents may still delay a report that explains the missing state. Some state
+    has no known holder, but all of it would have one if all connected workers had entered the
+    newest plan."""
     if not was_trained(state, job) or job.current.made is None:
         return False
     here = _here(state, job)
@@ -123,11 +123,11 @@ def given_up_at(context: Context, job: Job) -> float | None:
 
 
 def departing(state: ClusterState, job: Job, plan: Plan) -> tuple[WorkerId, ...]:
-    """Return the workers outside `plan` that can hand over what they hold."""
+    """Return the workers outside `plan` that can hand over their layers."""
     return tuple(
         WorkerId(name, worker.slot)
         for name, node in sorted(state.nodes.items())
-        # One that may stay after all is still without a part in a plan that is not trained in yet.
+        # A node that may still stay has no part in a plan that is not trained in yet.
         if (node.moves_off or name in job.current.leaving)
         and node.connected
         and node.seen.status.job_id == job.id
@@ -159,9 +159,10 @@ def _is_whole(held: Mapping[WorkerId, frozenset[Shard]], layer_count: int) -> bo
 
 
 def _held_away(context: Context, job: Job) -> dict[WorkerId, frozenset[Shard]]:
-    """Return what workers on nodes that are away may hold, by any plan since the last step."""
+    """Return the layers that workers on nodes that are away may hold, by any plan since the last
+    step."""
     held: dict[WorkerId, frozenset[Shard]] = {}
-    dead = job.current.lost_workers  # and no plan counts on others in their places yet
+    dead = job.current.lost_workers  # and no plan counts on other processes in their places yet
     for plan in job.lineage.plans.values():
         for worker, shards in plan.shards.items():
             if worker not in dead and context.now < _may_return_until(context, job, worker.node):
@@ -170,8 +171,8 @@ def _held_away(context: Context, job: Job) -> dict[WorkerId, frozenset[Shard]]:
 
 
 def _may_return_until(context: Context, job: Job, name: NodeName) -> float:
-    """Return the time until which a node that is away may come back with its workers. Time while
-    the master was away does not count. A node that the journal has lost may come back too."""
+    """Return the time until which a node that is away may return with its workers. Time while the
+    master was away does not count. A node that the journal has lost may return too."""
     node = context.state.nodes.get(name)
     if name in job.lineage.emptied or (node is not None and node.connected):
         return -math.inf
@@ -185,9 +186,9 @@ def _may_return_until(context: Context, job: Job, name: NodeName) -> float:
 def _held_layers(
     state: ClusterState, job: Job, workers: Iterable[WorkerId]
 ) -> dict[WorkerId, frozenset[Shard]]:
-    """Return the shards that each worker holds: by the newest plan that it has entered, and by
-    every one since the last plan with a committed step. Until the next step is committed, a worker
-    keeps layers that a newer plan takes away, and those received on the way into one."""
+    """Return the shards that each worker holds: by its newest entered plan, and by every plan since
+    the last one with a committed step. Until the next committed step, a worker keeps layers that a
+    newer plan takes away, and those received on the way into one."""
     shards: dict[Generation, ShardTable] = {}
 
     def planned(generation: Generation, worker: WorkerId) -> frozenset[Shard]:
@@ -226,8 +227,8 @@ def _held_layers(
 
 
 def _voted(job: Job, generation: Generation) -> Mapping[WorkerId, Incarnation]:
-    """Return the processes that a plan in which a step was committed counts on. Each has entered
-    it, whether its agent has told so or not, since a commit needs the vote of all."""
+    """Return the processes of a plan in which a step was committed. Each has entered it, even if
+    its agent has not reported that, since a commit needs the vote of all."""
     for made in (job.current.made, job.current.trained):
         if made is not None and made.plan.generation == generation:
             return dict(zip(made.plan.workers, made.incarnations, strict=True))
@@ -235,7 +236,7 @@ def _voted(job: Job, generation: Generation) -> Mapping[WorkerId, Incarnation]:
 
 
 def _is_behind(worker: WorkerId, generation: Generation, stepped: Plan) -> bool:
-    """Return whether a step committed in `stepped` has outdated what the worker holds since
+    """Return whether a step committed in `stepped` has outdated the worker's layers of
     `generation`. A worker that has a part in that plan has entered it."""
     return generation < stepped.generation and worker not in stepped.workers
 
@@ -271,11 +272,11 @@ def is_up(state: ClusterState, worker: WorkerId) -> bool:
 
 
 def coming(state: ClusterState, job: Job, nodes: Sequence[Node]) -> list[Node]:
-    """Return those of `nodes`, members that are not ready, whose missing workers are all on the
-    way.
+    """Return those of `nodes`, members that are not ready, whose missing workers are all being
+    started.
 
-    Returns none where no worker is up that the next plan may count on: nobody waits then, and there
-    is nobody to meet.
+    Returns none where no worker is up that the next plan may count on: then nothing is gained by
+    waiting.
     """
     if not any(_has_worker_up(job, node) for node in state.candidates(job)):
         return []
@@ -358,14 +359,14 @@ def on_the_move(state: ClusterState, job: Job) -> list[Node]:
 
 
 def still_there(state: ClusterState, job: Job) -> list[Node]:
-    """Return the nodes to be drained that the job still needs. Those that the newest plan leaves
+    """Return the nodes to be drained that the job still needs. Nodes that the newest plan leaves
     out are needed until it has committed a step."""
     held = (state.nodes[name] for name in {*job.current.members, *job.current.leaving})
     return by_name([node for node in held if node.moves_off])
 
 
 def is_undecided(state: ClusterState, node: Node) -> bool:
-    """Return whether the planner is still asked if the node's work can move off it."""
+    """Return whether the planner is still to say if the node's work can move off it."""
     job, drain = state.job, node.drain
     if job is None or drain is None or job.state != "running":
         return False
@@ -374,12 +375,12 @@ def is_undecided(state: ClusterState, node: Node) -> bool:
 
 
 def is_too_much(job: Job, node: Node, left: int) -> bool:
-    """Return whether the job needs this node, which is out only as sick: without it the job could
-    lose `left` nodes, fewer than it asks for."""
+    """Return whether the job needs this node, which is out only as sick. Without it the job could
+    lose `left` nodes, which must be fewer than it asks for."""
     return node.is_out_as_sick and left < job.spec.fault_tolerance
 
 
-# ---- The job on its way
+# ---- The job in recovery
 
 
 def undisturbed(state: ClusterState, job: Job) -> bool:
@@ -394,10 +395,10 @@ def undisturbed(state: ClusterState, job: Job) -> bool:
 
 
 def next_generation(context: Context, job: Job) -> Generation:
-    """Return a generation above all that anyone knows of, and above all that the lost head of an
-    adopted job may have made since.
+    """Return a generation above all known ones. For an adopted job, it is also above all that the
+    lost head may have made since.
 
-    Generations of another term are not counted: agents that act on them follow another head, and
+    Generations of another term are not counted. Agents that act on them follow another head, and
     this head must not make plans in that head's range.
     """
     first = context.state.history.first_generation
@@ -426,7 +427,7 @@ def first_peer_lost(job: Job) -> tuple[float, WorkerId, PeerLost] | None:
 def interval_s(job: Job, timing: Detection) -> float:
     """Return the seconds from the loss of a peer to the workers' next rendezvous. It doubles with
     each rendezvous that led to no step, up to a limit."""
-    if job.current.newcomers:  # which are left out where a rendezvous with them has failed
+    if job.current.newcomers:  # newcomers are left out where a rendezvous with them has failed
         return timing.regroup_s
     longest = max(timing.regroup_s, timing.longest_regroup_s)
     doublings = min(_MOST_DOUBLINGS, max(0, job.seen.since_step.regroups - 1))
@@ -481,8 +482,7 @@ def unusable_profile(state: ClusterState, job: Job, ready: Sequence[Node], key: 
 
 
 def profile_of_adopted(state: ClusterState, job: Job, names: Iterable[NodeName]) -> ProfileChosen:
-    """Return the profile of a job that was taken over while it trained: the stored one, or the
-    estimate."""
+    """Return the profile of a job that was adopted in training: the stored one, or the estimate."""
     nodes = [state.nodes[name] for name in names]
     key = key_of(job, nodes)
     stored = state.profiles.get(key)

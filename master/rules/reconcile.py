@@ -1,10 +1,10 @@
 """Decisions of the master: the next thing to do, as a pure function over its state.
 
-`reconcile` looks at the level of things, not at the event that came last: each rule compares what
-is with what should be, and the first rule with something to decide wins. What it decides are
-facts (`Journaled` events); the shell journals and applies them and asks again until nothing is
-left. Telling the agents needs no action: their assignments follow from the state, and the shell
-sends whichever has changed. Must not know the clock, I/O, or how messages travel.
+`reconcile` looks at the state, not at the last event. Each rule compares the observed with the
+desired state, and the first rule with a decision wins. Decisions are facts (`Journaled` events);
+the shell journals and applies them and asks again until nothing is left. Informing the agents needs
+no action: their assignments follow from the state, and the shell sends those that have changed.
+Must not know the clock, I/O, or how messages travel.
 """
 
 from oobleck.host.detection import Detection
@@ -41,7 +41,7 @@ def reconcile(
 ) -> Decision:
     """Return what to do next, when to look again, and why. Pure: no clock, no I/O, no randomness.
 
-    `planner` gives the plans; None: they are made on the way.
+    `planner` gives the plans; None: they are made at once.
     """
     context = Context(
         state=state,
@@ -75,7 +75,7 @@ def reconcile(
 
 
 def _of_job(rule: JobRule) -> Rule:
-    """Asked as long as a job has its turn."""
+    """Return a rule that applies while a job is active."""
 
     def ask(context: Context) -> Decision | None:
         job = context.state.job
@@ -85,42 +85,43 @@ def _of_job(rule: JobRule) -> Rule:
 
 
 def _of_plan(rule: JobRule, *, made: bool = True) -> Rule:
-    """Asked as long as that job has a plan, or has none yet."""
+    """Return a rule that applies while the active job has a plan, or (`made` false) has none
+    yet."""
     return _of_job(
         lambda context, job: rule(context, job) if (job.current.made is not None) == made else None
     )
 
 
-#: In this order; the comment of each rule says why it stands before those that follow.
+#: In this order; the comment of each rule says why it precedes the following ones.
 _RULES: tuple[Rule, ...] = (
-    # Everything else counts on nodes: who is gone must be known before anything is planned.
+    # Everything else counts on nodes: losses must be known before anything is planned.
     losses.lose_nodes,
-    # A node becomes a candidate by this, and the plans below shall have it.
+    # This makes a node a candidate, and the plans below shall have it.
     losses.clear_nodes,
-    # A node that is to be drained is no candidate, so wishes come before plans too.
+    # A node that is to be drained is no candidate, so drains precede plans too.
     draining.take_wishes,
-    # A job that is trained has its turn, whatever the journal says.
+    # A job that is trained is active, whatever the journal says.
     adoption.take_up,
     # Most rules below are about the active job: there must be one.
     jobs.next_job,
-    # What runs already is taken over before anyone declares a part of it lost, or plans anew.
+    # A running plan is adopted before a part of it is declared lost, or a new one is made.
     _of_job(adoption.adopt),
     # An agent that says goodbye is no failure: its node goes before failures are counted.
     draining.farewell,
     # Failures are counted before plans are made, so that a node that is put aside is in none.
     faults.put_aside,
-    # A node comes back only after the same look at its failures, and in time for the plans.
+    # A node is released only after this count of its failures, and in time for the plans.
     faults.release,
-    # So do sick ones; none is taken out in the same look that wants it back.
+    # So are sick ones; none is taken out in the same look that wants it back.
     draining.take_back,
     draining.take_out,
-    # A node that nobody needs is told so before a plan could need it again.
+    # A drained node is released before a plan could need it again.
     draining.finish,
-    # How far the job is decides all that follows; checkpoints may set it back.
+    # The job's progress decides everything below; checkpoints may set it back.
     jobs.note_checkpoint,
-    # A step ends an incident: what is found below belongs to the next one.
+    # A step ends an incident: evidence found below belongs to the next one.
     _of_plan(jobs.first_step),
-    # The same of a step that only repeats known ones.
+    # The same for a step that only repeats known ones.
     _of_job(jobs.caught_up),
     # A job that has failed by its own fault blames no node, and is not planned again.
     _of_job(faults.fail_job),
@@ -132,28 +133,28 @@ _RULES: tuple[Rule, ...] = (
     _of_job(faults.leave_out_unfit),
     # Losses of workers are declared before they are answered, all of one moment together.
     _of_plan(losses.lose_workers),
-    # A replacement that does not get up is one more loss for the same answer.
+    # A replacement that does not start is one more loss for the same answer.
     _of_plan(losses.give_up_late),
     # The first plan; the rules above and below are about losses of later ones.
     _of_plan(first_plan.start, made=False),
-    # Declared losses are answered first: they say more than want of progress does.
+    # Declared losses are answered first: they say more than lack of progress does.
     _of_plan(replan.replan),
-    # Only where nobody is missing, a lost peer means that all meet again.
+    # A lost peer leads to a new rendezvous only if no node or worker is missing.
     _of_plan(stalls.meet_after_peer_loss),
-    # Only a job that no plan was found for by now lets another one train.
+    # A job lets another one train only if no plan was found for it by then.
     _of_job(jobs.give_way),
-    # Want of progress says least about who is at fault, so it comes after all other evidence.
+    # Lack of progress says least about the fault, so it is last of all evidence.
     _of_plan(stalls.rouse),
-    # Who is slow is known before plans are made that need not be.
+    # Slow workers are known before voluntary plans are made.
     _of_plan(pace.watch),
-    # What can wait for a step boundary comes after what cannot; leaving nodes before new ones, so
-    # that one plan does both.
+    # Changes at a step boundary follow urgent ones. Leaving nodes precede new ones, so that one
+    # plan does both.
     _of_plan(draining.move_off),
     _of_plan(boundary.join),
     # A join is by templates as well: no state moves twice.
     _of_plan(boundary.follow_up),
-    # The plan that is followed up would be the wrong one to give slow workers less of.
+    # Uneven shares are last: a plan with a follow-up due is the wrong one to change.
     _of_plan(boundary.even_out),
 )
-#: Nothing above depends on what is long over: these wait for nothing, nor for a plan that is made.
+#: Clean-up of what no other rule depends on; it runs even while other rules wait.
 _AT_LAST: tuple[Rule, ...] = (losses.forget_nodes, jobs.forget_jobs)

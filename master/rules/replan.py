@@ -1,4 +1,4 @@
-"""The rule about plans after losses and doubts, and the end of a job whose state is lost for good.
+"""Rule about plans after losses and doubts, and the end of a job whose state is lost for good.
 
 Must not know how plans are made.
 """
@@ -38,7 +38,7 @@ def replan(context: Context, job: Job) -> Decision | None:
     members = [state.nodes[name] for name in job.current.members]
     away = [node for node in members if not node.connected]
     if away:
-        # Until that is known the job gives its turn to nobody.
+        # Until that is known the job does not give way.
         reason = f"{names(away)}: back, or lost after the lease, before planning"
         return Decision(reason=reason, holds_plans=True)
     unready = [node for node in members if not state.is_ready(node, job)]
@@ -65,11 +65,11 @@ def replan(context: Context, job: Job) -> Decision | None:
     if not any(is_up(state, worker) for worker in found.plan.workers):
         return Decision(reason=f"{names(coming)}: to be up before planning")
     if job.state == "waiting for nodes":
-        # Those that come back after the same disturbance come back together.
+        # Nodes that return after the same disturbance return together.
         here = (*live, *(state.nodes[name] for name in found.plan.nodes))  # some may be drained
         due = max(node.seen.ready_at or context.now for node in here) + context.timing.join_settle_s
         if context.now < due:
-            # It goes on in a moment: it gives its turn to nobody.
+            # It resumes in a moment, so it does not give way.
             return Decision(
                 wake_at=due, reason="enough nodes are here; more may follow", holds_plans=True
             )
@@ -104,7 +104,7 @@ def replan(context: Context, job: Job) -> Decision | None:
 
 
 def _for_replacements(context: Context, job: Job, missing: list[Node]) -> Decision | None:
-    """Wait while replacement processes may still come up on `missing` nodes; None: do not wait."""
+    """Wait while replacement processes may still start on `missing` nodes; None: do not wait."""
     if not missing or job.seen.loss is None:
         return None
     due = job.seen.loss.declared_at + context.timing.replacement_grace_s
@@ -132,8 +132,8 @@ def _wait_for_reports(context: Context, job: Job, patience_s: float) -> Decision
 def _give_up_lost(context: Context, job: Job) -> Decision | None:
     """End a job whose state is lost for good; None: it may still be found.
 
-    The end waits as long as a lease for reports of connected agents, because it cannot be taken
-    back: an agent whose report takes longer is lost itself.
+    The end cannot be taken back, so it waits as long as a lease for reports of connected agents. An
+    agent whose report takes longer is lost itself.
     """
     if (end := give_up_lost(context, job)) is None:
         return None
@@ -147,7 +147,8 @@ def _way_back(job: Job) -> str:
 
 
 def _unanswered(job: Job) -> bool:
-    """Return whether losses were taken back before a plan, so that some may not train any more."""
+    """Return whether losses were taken back before a plan, so that some workers may have stopped
+    training."""
     return job.state == "reconfiguring" and not job.current.on_the_way
 
 
@@ -188,8 +189,8 @@ def _cause(job: Job, plan: Plan) -> Cause:
 
 
 def give_up_lost(context: Context, job: Job) -> Decision | None:
-    """Return the end of a job whose state no node holds or can bring back; None: it may go on, from
-    a checkpoint or anew, or the state may be found."""
+    """Return the end of a job whose state no node holds or can bring back. None: it may resume,
+    from a checkpoint or anew, or the state may be found."""
     if job.has_checkpoint or job.may_have_checkpoint or job.spec.on_state_lost == "restart":
         return None
     if (lost := questions.gone_for_good(context, job)) is None:

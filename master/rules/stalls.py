@@ -1,20 +1,22 @@
-"""Rules about workers that do not get on though nobody is missing: the net under all other rules.
+"""Rules about lack of progress though no worker is missing: the safety net of all other rules.
 
 1. Workers that lost a peer meet anew, at ever longer intervals. The job fails only if many
    rendezvous and a long time have led to no step.
-2. If the data network has cut nodes off, the others go on without them. Workers report which peers
-   they cannot reach; two such nodes cannot both take part. The nodes to go on without are the
-   fewest that leave no such pair, and on a tie those whose loss costs less.
-3. If there is no progress at all (a message never comes, a mistake of ours), the workers meet anew,
-   in a new generation of the same plan, at another worker. If some do not come to that rendezvous,
-   their nodes begin anew and the others go on; where they cannot, all meet again, each time after
-   twice as long.
+2. If the data network has cut nodes off, the others continue without them. Workers report which
+   peers
+   they cannot reach; two such nodes cannot both take part. The nodes left out are the fewest that
+   leave no such pair, and on a tie those whose loss costs less.
+3. If there is no progress at all (a message never arrives, a bug), the workers meet anew. They do
+   so in a new generation of the same plan, at another worker. If some do not join that rendezvous,
+   their
+   nodes begin anew and the others continue. If they cannot, all meet again, each time after twice
+   as long.
 
-For cut nodes, reports of all other workers about peers are proof enough, and the others go on at
+For cut nodes, reports of all other workers about peers are proof enough, and the others continue at
 once. One node's report against another's proves nothing. Several nodes are given up only if they
-are fewer than half, since a network that is gone as a whole often comes back. Without reports of
-all others, two rendezvous at different nodes must agree: with one alone, its host looks cut off in
-any partition. A node that is given up is put in quarantine, and joins again afterwards. Pure; the
+are fewer than half, since a network that is gone as a whole often returns. Without reports of all
+others, two rendezvous at different nodes must agree. With one alone, its host looks cut off in any
+partition. A node that is given up is put in quarantine, and joins again afterwards. Pure; the
 workers' reports are in `oobleck.master.state.reducer.worker_reports`.
 """
 
@@ -42,7 +44,7 @@ from oobleck.master.state.reducer.worker_reports import Pair, ordered, rendezvou
 from oobleck.planner.profile.estimate import estimate_profile
 from oobleck.planner.recovery.reconfigure import can_lose
 
-#: Steps after which it is known how long they take; the first one often takes longer.
+#: Steps after which their duration is known; the first one often takes longer.
 _KNOWN_STEPS = 2
 #: Lowest speed at which a network or a disk moves layers.
 _SLOWEST_BYTES_PER_S = 25e6
@@ -70,7 +72,7 @@ def rouse(context: Context, job: Job) -> Decision | None:
     if since is None or job.all_finished():
         return None
     if not all(context.state.nodes[name].connected for name in job.current.members):
-        return None  # until they are back, or their leases end
+        return None  # until they return, or their leases end
     if first_peer_lost(job) is not None:
         return None  # they meet again in time anyway
     due = since + _patience_s(context, job)
@@ -104,7 +106,7 @@ def _patience_s(context: Context, job: Job) -> float:
     else:
         limit_s = patience_s(timing.stall_s, usual_s)
     if _busy(context, job):
-        # Whom the others wait for: its agent says whether it hangs, sooner than this.
+        # The others wait for this worker: its agent finds sooner than this whether it hangs.
         limit_s = max(limit_s, timing.storage_s + timing.stall_s)
     return limit_s * float(2 ** max(0, seen.since_step.stalls - 1))
 
@@ -155,7 +157,7 @@ def _absent(job: Job) -> tuple[WorkerId, ...]:
 def _give_up(
     context: Context, job: Job, absent: Sequence[WorkerId], idle_s: float
 ) -> Decision | None:
-    """Have the absent workers' nodes begin anew; None where the others need what they hold."""
+    """Have the absent workers' nodes begin anew; None: the others need their state."""
     if not absent or not can_spare(context, job, {worker.node for worker in absent}):
         return None
     out: list[NodeLeftOut | NodeReset] = []
@@ -174,8 +176,8 @@ Nodes = frozenset[NodeName]
 
 
 def give_up_at_once(context: Context, job: Job) -> Decision | None:
-    """Have the others go on without the fewest nodes that leave no two that do not reach each
-    other, where all others have told; None: that is not so, or they are needed."""
+    """Leave out the fewest nodes without which all others reach each other, if all others have
+    reported. None: they have not, or the nodes are needed."""
     told = {worker: lost.unreached for worker, (_, lost) in job.seen.peers_lost.items()}
     pairs = _proven(
         {(by.node, peer.node) for by, peers in told.items() for peer in peers},
@@ -198,8 +200,8 @@ def give_up_at_once(context: Context, job: Job) -> Decision | None:
 
 
 def _proven(accusations: Set[tuple[NodeName, NodeName]], told: Set[NodeName]) -> set[Pair]:
-    """Return the pairs without those where one node's report stands alone against another's: both
-    have reported, only one does not reach the other, and nobody else complains of either."""
+    """Return the pairs of nodes that do not reach each other. A pair is contested, and left out, if
+    one node's report is the only complaint about either, and both have reported."""
     pairs = {ordered(by, of) for by, of in accusations if by != of}
     degrees = Counter(node for pair in pairs for node in pair)
 
@@ -211,8 +213,7 @@ def _proven(accusations: Set[tuple[NodeName, NodeName]], told: Set[NodeName]) ->
 
 
 def give_up(context: Context, job: Job) -> Decision | None:
-    """Have the others go on without nodes that are cut off; None: it is not known, or they are
-    needed."""
+    """Leave out nodes that are cut off; None: that is not known, or they are needed."""
     host = rendezvous_host(context.state, job)
     no_way = job.seen.since_step.no_way
     if host is None or host not in no_way:
@@ -231,7 +232,7 @@ def give_up(context: Context, job: Job) -> Decision | None:
 
 
 class _Cost(NamedTuple):
-    """Cost of going on without some nodes, compared field by field in this order."""
+    """Cost of continuing without some nodes, compared field by field in this order."""
 
     state_lost: bool
     guarantees_lost: int
@@ -241,15 +242,16 @@ class _Cost(NamedTuple):
 def _cheapest(
     context: Context, job: Job, ways: Iterable[Nodes], *, with_state: bool
 ) -> Nodes | None:
-    """The nodes whose loss costs the job least, of equals the first; None: it cannot go on without
-    any. `with_state`: state that they alone hold may go with them, where there is a checkpoint."""
+    """Return the nodes whose loss costs the job least; the first on a tie. None: it cannot continue
+    without any. `with_state`: state that only they hold may be lost, where there is a
+    checkpoint."""
     costs = {nodes: cost for nodes in ways if (cost := _cost(context, job, nodes)) is not None}
     best = min(costs, key=costs.__getitem__, default=None)
     return None if best is None or (costs[best].state_lost and not with_state) else best
 
 
 def _cost(context: Context, job: Job, nodes: Nodes) -> _Cost | None:
-    """Return the cost of going on without `nodes`; None: the others cannot."""
+    """Return the cost of continuing without `nodes`; None: the others cannot."""
     assert job.current.made is not None, "only asked of a job with a plan"
     if nodes <= set(job.current.newcomers):
         return _Cost(state_lost=False, guarantees_lost=0, layers_moved=0)
@@ -311,9 +313,8 @@ def _ways(job: Job, pairs: Iterable[Pair]) -> tuple[Nodes, ...]:
 
 
 def _fewest(job: Job, pairs: Set[Pair], order: Sequence[NodeName]) -> Nodes:
-    """Take out the node that is in most pairs until no pair is left. Where several are in as many,
-    a newcomer goes first, then the one that comes last in `order`: whoever tells first, the answer
-    is the same."""
+    """Take out the node that is in most pairs until no pair is left. On a tie a newcomer goes
+    first, then the last one in `order`. So the answer does not depend on the order of reports."""
     left, out = set(pairs), set[NodeName]()
     while left:
         degrees = Counter(node for pair in left for node in pair)
@@ -324,7 +325,7 @@ def _fewest(job: Job, pairs: Set[Pair], order: Sequence[NodeName]) -> Nodes:
 
 
 def meet_after_peer_loss(context: Context, job: Job) -> Decision | None:
-    """Have workers that lost a peer meet again, if nobody is missing."""
+    """Have workers that lost a peer meet again, if no worker is missing."""
     state = context.state
     if job.current.losses or job.state == "waiting for nodes":
         return None
