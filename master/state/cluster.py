@@ -2,13 +2,13 @@
 
 `ClusterState` has one owner, the loop, which changes it through
 `oobleck.master.state.reducer.apply` alone. Everything in it follows from journaled events, except
-the fields called `seen`: these are observed, live as long as this master process, and start anew
+the fields called `seen`. These are observed, live as long as this master process, and start anew
 with `MasterStarted`. Must not know the clock, files, gRPC or how decisions are made.
 
 A history is one journal and all copies of it. Each start of a head has a random id, and writes a
-stretch of the journal alone. So two journals share the stretches of the starts that both know, and
-of the last of these as much as the shorter one has. Each head that goes on from a copy begins a
-term, so that agents know which head to follow.
+stretch of the journal alone. So two journals share the stretches of the starts that both know; of
+the last one they share as much as the shorter journal has. Each head that continues from a copy
+begins a term, so that agents know which head to follow.
 """
 
 from collections import Counter, deque
@@ -27,22 +27,22 @@ from oobleck.master.state.trust import Trust
 from oobleck.proto.heads import MOST_TERM
 from oobleck.proto.types import Assignment, Head
 
-#: Of random ids.
+#: Length of random ids.
 ID_BYTES = 16
-#: Generations of a job that one term has room for. Those of different terms never meet, since an
-#: agent passes over a plan whose generation is not above that of the last.
+#: Generations of a job per term. Generations of different terms never collide, since an agent skips
+#: a plan whose generation is not above that of the last.
 GENERATIONS_PER_TERM = 100_000
-#: Starts that are remembered; one that an agent heard longer ago counts as unknown.
+#: Starts that are remembered; an older one counts as unknown.
 _KNOWN_STARTS = 256
-#: A term so far above this head's own is not believed. Else one lie would use up all of them.
+#: Largest believed distance of a term above this head's own. Else one lie would use up all terms.
 _MOST_AHEAD = 1000
-#: So many of the last requests about nodes are known again when they are repeated.
+#: Remembered requests about nodes, so that a repeated one is recognised.
 _KNOWN_REQUESTS = 256
 
 
 class Term(msgspec.Struct, frozen=True, kw_only=True):
     number: int
-    #: Random id of the head that began it, and where its state directory was.
+    #: Random id of the head that began it, and the place of its state directory.
     begun_by: str
     place: str
     #: Number of the first event of the start that began it.
@@ -59,22 +59,22 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(slots=True, kw_only=True)
 class History:
-    #: Both empty until the first term begins.
+    #: Both are empty until the first term begins.
     id: str = ""
     cluster: str = ""
-    #: The newest is the last one, here and below.
+    #: Ordered; the newest is the last one, here and below.
     terms: list[Term] = field(default_factory=list)
-    #: Of heads, as far as they are remembered.
+    #: Starts of heads, as far as they are remembered.
     starts: list[Start] = field(default_factory=list)
 
     @property
     def term(self) -> Term | None:
-        """The term that this head speaks in; None: none has begun."""
+        """Term of this head; None: none has begun."""
         return self.terms[-1] if self.terms else None
 
     @property
     def first_generation(self) -> int:
-        """The least generation that plans of this term may have."""
+        """Least generation that plans of this term may have."""
         return GENERATIONS_PER_TERM * (self.terms[-1].number - 1) if self.terms else 0
 
     def head(self, sequence: int) -> Head | None:
@@ -95,9 +95,9 @@ class History:
         self.starts = [*self.starts, Start(id=start, since=sequence)][-_KNOWN_STARTS:]
 
     def shared(self, other: Head, sequence: int) -> int:
-        """Return the number of the last event that both journals have, of this one up to
-        `sequence`; -1: they are of different histories. If the other head's start is not in this
-        journal, that is the most that there may be."""
+        """Return the number of the last event that both journals share, up to `sequence`; -1: they
+        are of different histories. If the other head's start is not in this journal, the number is
+        an upper bound."""
         if other.history != self.id:
             return -1
         for index, start in enumerate(self.starts):
@@ -105,7 +105,7 @@ class History:
                 following = self.starts[index + 1 : index + 2]
                 end = following[0].since - 1 if following else sequence
                 return min(other.sequence, end)
-        # What this start has written is its own, and so are terms that are not the other's.
+        # This start's events are not shared, nor are terms that the other head does not have.
         theirs = other.term, other.begun_by
         own = (
             term.since
@@ -115,14 +115,14 @@ class History:
         return min(next(own, sequence + 1), self.starts[-1].since) - 1
 
     def lacks(self, other: Head, sequence: int) -> int:
-        """Return how many events, at least, the other head had written that this journal, which
-        goes up to `sequence`, does not have. Its start may be one of them."""
+        """Return a lower bound on the other head's events that this journal, up to `sequence`,
+        lacks. Its start may be one of them."""
         known = any(start.id == other.start for start in self.starts)
         return max(other.sequence - self.shared(other, sequence), 0 if known else 1)
 
     def next_number(self, above: int = 0) -> int:
-        """Return the number of a term to begin: higher than all of this history, and than `above`
-        if that can be the term of another head."""
+        """Return the number of a new term. It is above all terms of this history, and above `above`
+        if that can be another head's term."""
         newest = self.terms[-1].number if self.terms else 0
         if above > newest + _MOST_AHEAD:
             above = newest
@@ -130,12 +130,12 @@ class History:
 
 
 def version_pairs(found: Differences) -> list[str]:
-    """Each version that differs, as the job remembers that it was told."""
+    """List each version that differs, in the form in which the job remembers reported ones."""
     return [f"{package} {version}" for package, versions in found.items() for version in versions]
 
 
 def _most_common(values: Iterable[str]) -> str:
-    """Return the most common of the values that are not empty; on a tie, the first one; empty:
+    """Return the most common of the values that are not empty; the first one on a tie; empty:
     none."""
     counts = Counter(value for value in values if value)
     return counts.most_common(1)[0][0] if counts else ""
@@ -149,27 +149,27 @@ class ClusterState:
     #: In the order of submission.
     jobs: dict[JobId, Job] = field(default_factory=dict)
     requests: dict[str, JobId] = field(default_factory=dict)
-    #: How many there ever were.
+    #: Number of all submissions.
     submissions: int = 0
-    #: The ids of the last requests about nodes.
+    #: Ids of the last requests about nodes.
     node_requests: deque[str] = field(default_factory=lambda: deque(maxlen=_KNOWN_REQUESTS))
     #: Stored measurements by key; observed, since the files are the truth.
     profiles: dict[str, Profile] = field(default_factory=dict)
     unusable_profiles: dict[str, str] = field(default_factory=dict)
     active: JobId | None = None
-    #: Workers per node and the build that the nodes' desired states are in line with.
+    #: Workers per node and the build for which the nodes' desired states were computed.
     asked_of_all: tuple[int | None, Build] = field(
         default=(None, Build()), repr=False, compare=False
     )
-    #: Who may speak to this master.
+    #: Credentials with which agents and operators may call this master.
     trust: Trust = field(default_factory=Trust)
-    #: Whose journal the state follows from.
+    #: History of the journal that the state follows from.
     history: History = field(default_factory=History)
     #: The newest term began in this master's life, and is not the first of its history.
     began_term: bool = False
-    #: Most events that an agent has heard and this journal does not have, and whose word that is.
+    #: Most events that an agent has heard and this journal lacks, and the node that reported them.
     behind: tuple[int, NodeName] | None = None
-    #: A head that agents follow in place of this one, and the last that said so.
+    #: Head that agents follow instead of this one, and the last node that said so.
     superseded: tuple[Head, NodeName] | None = None
 
     @property
@@ -179,7 +179,7 @@ class ClusterState:
 
     @property
     def held(self) -> dict[JobId, list[Node]]:
-        """Nodes that train jobs which this master does not know or has in its queue: by job, sorted
+        """Nodes that train jobs which this master does not know or has in its queue. By job, sorted
         by name."""
         found: dict[JobId, list[Node]] = {}
         for _, node in sorted(self.nodes.items()):
@@ -189,20 +189,21 @@ class ClusterState:
 
     @property
     def job(self) -> Job | None:
-        """The job that has its turn."""
+        """The active job."""
         return self.jobs[self.active] if self.active is not None else None
 
     def worker_slots(self, job: Job) -> int | None:
-        """Workers per node of the job: what its plan has, before that what most nodes have."""
+        """Return the job's workers per node: its plan's, before that the most common number."""
         if job.current.made is not None:
             return job.current.made.worker_slots
         counts = Counter(n.facts.worker_slots for n in self.nodes.values() if n.registered)
         return max(counts, key=lambda slots: (counts[slots], slots)) if counts else None
 
     def common_build(self, job: Job) -> Build:
-        """The engine and series of torch that a plan of the job may use: the newest plan's while
-        any node that could take part has them, else what most of those have (of equally many, what
-        the first one has); empty: any will do. A member that is to be drained still takes part."""
+        """Return the engine and series of torch that a plan of the job may use. The newest plan's
+        are used while any node that could take part has them. Else the most common ones among those
+        nodes are used; on a tie, the first node's. Empty: any will do. A member that is to be
+        drained still takes part."""
         slots, made = self.worker_slots(job), job.current.made
         mixed, engine = job.spec.allow_mixed_versions, ""
         if made is not None:
@@ -229,12 +230,12 @@ class ClusterState:
         return self.common_build(job) if job.current.made is not None else Build()
 
     def candidates(self, job: Job) -> list[Node]:
-        """Nodes that may get work of the job, by name."""
+        """Return the nodes that may get work of the job, by name."""
         wanted = self.required_build(job)
         return [node for node in self.fit(job) if node.goes_with(wanted)]
 
     def fit(self, job: Job) -> list[Node]:
-        """Nodes that could take part in the job, whatever their build is, by name."""
+        """Return the nodes that could take part in the job, whatever their build is, by name."""
         slots = self.worker_slots(job)
         nodes = (node for _, node in sorted(self.nodes.items()))
         return [node for node in nodes if self._is_fit(node, job, slots)]
@@ -277,8 +278,8 @@ class ClusterState:
         return here and len(up) == node.facts.worker_slots
 
     def lacks(self, running: Assignment | None) -> bool:
-        """Return whether the journal may lack the plan that an agent reports: its job goes on, and
-        the plan is newer than all that this master made or the journal has."""
+        """Return whether the journal may lack a plan that an agent reports. The plan's job must not
+        have ended, and the plan must be newer than all plans of this master and its journal."""
         if running is None or running.assign is None or running.job_id not in self.jobs:
             return False
         job = self.jobs[running.job_id]
@@ -290,7 +291,7 @@ class ClusterState:
         )
 
     def data_of(self, node: Node) -> str:
-        """Fingerprint of the data that the node's workers read."""
+        """Return the fingerprint of the data that the node's workers read."""
         return ", ".join(sorted({worker.data for worker in node.seen.status.workers} - {""}))
 
     def assignment(self, node: Node) -> Assignment:

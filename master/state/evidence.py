@@ -1,9 +1,9 @@
 """Evidence of failures from agents, peers and streams, kept until an event carries it to the
 journal.
 
-Kept beside the rules' own evidence: a rule needs to know that something failed, an operator later
-who saw what and when. Bounded, and the oldest entries are dropped: a stream that closed and came
-back, or a peer's report without a loss, belongs to no incident.
+Kept beside the rules' own evidence: a rule needs the fact of a failure, an operator later its
+witnesses and times. Bounded, and the oldest entries are dropped: a stream that closed and opened
+again, or a peer's report without a loss, belongs to no incident.
 """
 
 from statistics import median
@@ -19,21 +19,21 @@ from oobleck.master.state.incident import MOST_EVIDENCE, describe_exit
 from oobleck.master.state.job import Job
 from oobleck.proto.types import Hung, WorkerExited
 
-#: Older ones have nothing to do with a failure that is found now.
+#: Older evidence has nothing to do with a failure that is found now.
 _STALE_S = 60.0
-#: Of a dead process's output: lines and characters of a line that are kept.
+#: Lines of a dead process's output that are kept, and characters of each.
 _TAIL_LINES = 12
 _TAIL_WIDTH = 400
 
 
 def note_closed(job: Job | None, event: StreamClosed, now: float) -> None:
-    """Keep that a stream closed, if `job` has the node in its plan."""
+    """Note that a stream closed, if `job` has the node in its plan."""
     if job is not None and job.current.has_member(event.node):
         _keep(job, now, "stream", "master", event.node, "its agent's stream closed")
 
 
 def note(job: Job, event: WorkerReported, now: float) -> None:
-    """Keep the report if it tells of a failure that concerns its `job`."""
+    """Note the report if it is about a failure that concerns its `job`."""
     worker = str(event.worker)
     match event.what:
         case WorkerExited() as exited:
@@ -68,7 +68,7 @@ def forget_stream(job: Job, node: str) -> None:
 
 
 def forget_node(job: Job, node: str) -> None:
-    """The job goes on without ever having counted on it."""
+    """Forget the node's evidence, since the job continues and never counted on the node."""
     job.seen.evidence = [
         (at, s) for at, s in job.seen.evidence if s.observer.partition("/")[0] != node
     ]
@@ -85,7 +85,7 @@ def carried(job: Job, now: float) -> tuple[Evidence, ...]:
 
 
 def of_exit(job: Job, worker: WorkerId, exited: WorkerExited, now: float) -> Evidence:
-    """The agent's word on this end."""
+    """Return the agent's evidence of this exit."""
     for at, evidence in job.seen.evidence:
         known = evidence.exited
         if known is not None and evidence.about == str(worker) and known.pid == exited.pid:
@@ -126,7 +126,7 @@ def _keep(job: Job, now: float, by: str, observer: str, about: str, saw: str) ->
 def _add(job: Job, now: float, evidence: Evidence) -> None:
     seen = job.seen
     if any(evidence == known for _, known in seen.evidence):
-        return  # told again by a new session
+        return  # reported again in a new session
     if len(seen.evidence) >= MOST_EVIDENCE:
         seen.evidence = [(at, s) for at, s in seen.evidence if now - at <= _STALE_S]
     if len(seen.evidence) < MOST_EVIDENCE:
@@ -139,8 +139,7 @@ def _short(exited: WorkerExited) -> WorkerExited:
 
 
 def transition_stats(job: Job, now: float) -> ReconfigurationStats | None:
-    """Return statistics of the transition into the newest generation so far; None: none is under
-    way."""
+    """Return statistics of the transition into the newest generation; None: none is under way."""
     if job.current.made is None or not job.current.on_the_way:
         return None
     stats = _observed_stats(job, now, job.current.made.detect_s)
@@ -153,7 +152,7 @@ def _stall_s(job: Job) -> float | None:
     recent, generation = job.seen.steps.recent, job.current.generation
     before = [record for record in recent if record.generation < generation]
     if not before and job.seen.steps.last_before is not None:
-        before = [job.seen.steps.last_before]  # many steps may be told of at once
+        before = [job.seen.steps.last_before]  # many steps may be reported at once
     first = next((record for record in recent if record.generation >= generation), None)
     if first is None or not before:
         return None

@@ -1,11 +1,11 @@
-"""Incidents and slowdowns as plain data, and the words for how a process ended.
+"""Incidents and slowdowns as plain data, and descriptions of how a process ended.
 
-An incident is a failure with all its consequences, until training goes on or the job ends. It
+An incident is a failure with all its consequences, until training resumes or the job ends. It
 follows from journaled events (`oobleck.master.state.incidents` makes it,
-`oobleck.master.storage.incident_lines` writes it). One incident has any number of setbacks,
-since a second loss may come while the first is answered; `root_cause` tells which of them began it.
-A peer's closed connection is never a setback, only evidence: it says that something is wrong, not
-who is to blame. Slow workers, with whom nothing fails, make a `Slowdown`.
+`oobleck.master.storage.incident_lines` writes it). One incident has any number of setbacks, since a
+second loss may occur while the first is answered; `root_cause` is the one that began it. A peer's
+closed connection is never a setback, only evidence: it shows a fault, not its place. Slow workers,
+which have not failed, make a `Slowdown`.
 """
 
 import re
@@ -43,23 +43,24 @@ Kind = Literal[
     "head cut off",
     "slow worker",
 ]
-#: What tells that something is wrong and not what.
+#: Kinds that show a fault and not its cause.
 _VAGUE: tuple[Kind, ...] = ("peers disconnected", "no progress", "job failed")
-#: What a process says that ends because another one did.
+#: Output of a process that ends because another one did.
 _CONNECTION = re.compile(
     r"connection (was )?(reset|closed|refused|aborted|lost)|broken ?pipe|closed by peer|"
     r"lost a peer|socket (was )?closed|ConnectionError|ConnectionResetError",
     re.IGNORECASE,
 )
-#: Nodes that fall silent within this time, and are so many of the plan's, do so together.
+#: Nodes that fall silent within this time do so together, if they are this part of the plan's
+#: nodes.
 _TOGETHER_S = 5.0
 _NEARLY_ALL = 0.9
-#: A worker that ends so shortly before or after its whole node does so because of it.
+#: A worker that ends within this time of its whole node ends because of it.
 _SAME_FALL_S = 10.0
-#: So many pieces of evidence of one incident are kept, the first ones.
+#: Pieces of evidence kept per incident, the first ones.
 MOST_EVIDENCE = 64
-#: One slow worker may keep a slowdown open for weeks: so many of the workers that are slow no more
-#: are kept, and so many of the plans, the newest ones.
+#: Workers that are no longer slow, and plans, kept per slowdown, the newest ones. One slow worker
+#: may keep a slowdown open for weeks.
 MOST_KEPT = 64
 
 
@@ -67,33 +68,33 @@ class Setback(msgspec.Struct, frozen=True, kw_only=True):
     """Failure of one thing: a process, a node, the network or the job."""
 
     kind: Kind
-    #: Empty: of no node in particular.
+    #: Empty: no particular node.
     node: str = ""
-    #: None: of no worker in particular.
+    #: None: no particular worker.
     worker: WorkerId | None = None
-    #: Of that worker, or of all of the node, in the plan of before.
+    #: Ranks of that worker, or of all workers of the node, in the previous plan.
     ranks: tuple[int, ...] = ()
     pid: int | None = None
     signal: int | None = None
     exit_code: int | None = None
-    #: The process's own words; empty: none.
+    #: Error that the process reported; empty: none.
     exception: str = ""
-    #: The last lines of its output.
+    #: Last lines of its output.
     log_tail: tuple[str, ...] = ()
     reason: str
     #: Unix times of the first evidence and of the declaration.
     evidence_at: float
     declared_at: float
-    #: Where the master found out by itself: lease | progress.
+    #: How the master itself found it: lease | progress.
     found_by: str = ""
-    #: It had reported that it lost a peer before.
+    #: It had reported a lost peer before.
     lost_peer: bool = False
-    #: Who has come back since, of a lost node; empty: nobody.
+    #: Agent that has returned since on a lost node; empty: none.
     back: Literal["", "same agent", "another agent"] = ""
 
     @property
     def followed_others(self) -> bool:
-        """Return whether the process may have ended only because it lost a peer."""
+        """True if the process may have ended only because it lost a peer."""
         if self.kind != "worker died" or self.signal is not None:
             return False
         words = self.exception or "\n".join(self.log_tail[-3:])
@@ -108,12 +109,12 @@ class DatedEvidence(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Attempt(msgspec.Struct, frozen=True, kw_only=True):
-    """Attempt at recovery: one generation that answered the incident, and how far it came."""
+    """Attempt at recovery: one generation that answered the incident, and its progress."""
 
     generation: Generation
     cause: Cause
     rule: str
-    #: How it went, and the Unix time of its end; None: not known yet.
+    #: Its statistics, and the Unix time of its end; None: not known yet.
     transition: ReconfigurationStats | None = None
     ended_at: float = 0.0
 
@@ -126,15 +127,15 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True):
     #: From 1 within the job.
     number: int
     from_generation: Generation
-    #: How many nodes the plan had that it struck.
+    #: Number of nodes of the plan that it struck.
     members: int = 0
     setbacks: tuple[Setback, ...] = ()
     evidence: tuple[DatedEvidence, ...] = ()
     attempts: tuple[Attempt, ...] = ()
     #: Committed steps that are done again from a checkpoint.
     lost_steps: int = 0
-    #: Unix time of the last step before the first generation that answered, if training went on
-    #: well after the first evidence; 0: it did not, or that is not known; None: none has answered.
+    #: Unix time of the last step before the first generation that answered, if training continued
+    #: well after the first evidence. 0: it did not, or that is not known. None: none has answered.
     trained_until: float | None = None
 
     @property
@@ -145,22 +146,22 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def stands_since(self) -> float:
-        """Unix time since when training stood: where nodes are silent and their workers train on,
-        as of a head that is cut off, later than the first evidence."""
+        """Unix time at which training stopped. It is later than the first evidence where silent
+        nodes train on, as when only the head is cut off."""
         return max(self.opened_at, self.trained_until or 0.0)
 
     @property
     def root_cause(self) -> Setback:
         """Setback that began the incident. The job's own error goes before all others, then the
-        first setback that is no consequence of another. Lack of progress counts only where nothing
-        says more. A cut-off head has no recorded setback, so one is made for it."""
+        first setback that is no consequence of another. Lack of progress counts only where no other
+        setback is known. A cut-off head has no recorded setback, so one is made for it."""
         first = min(self.setbacks, key=self._order)
         return self._cut_off() if first in self.silenced and self.head_is_cut_off else first
 
     @property
     def silenced(self) -> tuple[Setback, ...]:
-        """Nodes that fell silent together, if they are nearly all: they, or the head alone, have
-        lost the network."""
+        """Nodes that fell silent together, if they are nearly all. Then they, or the head alone,
+        have lost the network."""
         lost = [s for s in self.setbacks if s.kind == "node lost" and s.found_by == "lease"]
         first = min((s.evidence_at for s in lost), default=0.0)
         together = tuple(s for s in lost if s.evidence_at - first <= _TOGETHER_S)
@@ -169,9 +170,8 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def head_is_cut_off(self) -> bool | None:
-        """Return whether the head was cut off, rather than the nodes that fell silent together. It
-        was if most of them are back and none of their agents is a new one. None: no node is back
-        yet."""
+        """True if the head was cut off, rather than the nodes that fell silent together. It was if
+        most of them are back and none of their agents is a new one. None: no node is back yet."""
         back = [s.back for s in self.silenced]
         if "another agent" in back:
             return False
@@ -231,14 +231,14 @@ class SlowWorker(msgspec.Struct, frozen=True, kw_only=True):
     worker: WorkerId
     #: In the plan in which it was found slow.
     ranks: tuple[int, ...] = ()
-    #: What was told of it when it was slowest.
+    #: Report of its lowest rate.
     slowest: RateChanged
-    #: Unix times of the first step that took long, and of the word on it.
+    #: Unix times of the first slow step, and of the report on it.
     since: float
     told_at: float
-    #: Unix time since when it is slow no more; 0: it still is.
+    #: Unix time at which it ceased to be slow; 0: it still is.
     until: float = 0.0
-    #: Whether it was well then. If not, its process was gone, or the job over.
+    #: It was well then. If not, its process was gone, or the job over.
     well: bool = False
 
     @property
@@ -255,7 +255,7 @@ class SlowWorker(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Answer(Attempt, frozen=True, kw_only=True):
-    """A plan that gave slow workers less to do, or something back, and what was expected of it."""
+    """Plan that gave slow workers less to do, or some back, and its expected effect."""
 
     policy: str
     reason: str

@@ -31,7 +31,7 @@ def outcome(event: Journaled) -> str:
 
 
 def summary_of(incident: Incident, event: Journaled, unix: float) -> str:
-    """Summarize the incident in one line: the root cause and how it ended."""
+    """Describe the incident in one line: the root cause and how it ended."""
     return f"{headline_of(incident)}; {_how_it_ended(incident, event, unix)}"
 
 
@@ -134,7 +134,7 @@ def slowdown_outcome(event: Journaled) -> str:
 
 
 def slowdown_summary(slowdown: Slowdown, event: Journaled, unix: float) -> str:
-    """Summarize the slowdown in one line: the slow workers, what was done about them, and how it
+    """Describe the slowdown in one line: the slow workers, the plans that answered it, and how it
     ended."""
     rules = ", ".join(dict.fromkeys(answer.rule for answer in slowdown.answers))
     ended = slowdown_outcome(event)

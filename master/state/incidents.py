@@ -1,8 +1,7 @@
-"""Follows an incident from its first loss to the step, or the end, that closes it.
+"""Incidents after an event: from the first loss to the step, or the end, that closes them.
 
-It follows from journaled events alone, so a restarted master knows as much. It looks at the state
-that an event finds, before the event has changed it. Must not know how events.jsonl tells of an
-incident.
+They follow from journaled events alone, so a restarted master knows the same. They look at the
+state before the event has changed it. Must not know how events.jsonl describes an incident.
 """
 
 from collections.abc import Iterable
@@ -46,16 +45,16 @@ from oobleck.master.state.job import Job
 from oobleck.proto.types import WorkerExited
 
 replace = msgspec.structs.replace
-#: So long training goes on after the first evidence for it to count.
+#: Least time of training after the first evidence that counts, seconds.
 _ON_S = 1.0
 
 
 def incident_after(
     state: ClusterState, event: Journaled, unix: float
 ) -> tuple[Job, Incident] | None:
-    """The job that `event` is about and its incident with what the event adds; None: it adds
-    nothing. Whether the event closes the incident, `closes` says."""
-    # Nodes are lost, and come back, for the job that has its turn; other events name theirs.
+    """Return the job that `event` is about, and its incident with the event's addition; None: it
+    adds nothing. `closes` says whether the event ends the incident."""
+    # Losses and returns of nodes concern the active job; other events name theirs.
     named: JobId | None = getattr(event, "job_id", None)
     job_id = state.active if isinstance(event, NodeLost | NodeRegistered) else named
     job = state.jobs.get(job_id) if job_id is not None else None
@@ -123,7 +122,7 @@ def _with_setback(job: Job, setback: Setback) -> Incident:
 
 
 def _with_return(state: ClusterState, incident: Incident, event: NodeRegistered) -> Incident:
-    """A node that was lost is back, perhaps with the agent of before."""
+    """Note that a lost node is back, perhaps with the same agent."""
     name, known = event.facts.node, state.nodes.get(event.facts.node)
     same = known is not None and known.facts.incarnation == event.facts.incarnation
     setbacks = tuple(
@@ -138,7 +137,8 @@ def _with_return(state: ClusterState, incident: Incident, event: NodeRegistered)
 def _setback(
     job: Job, kind: Kind, node: str, reason: str, unix: float, *, ago_s: float = 0.0, **more: Any
 ) -> Setback:
-    """Declared now, on evidence of `ago_s` before; `more`: other fields."""
+    """Build a setback that is declared now, on evidence from `ago_s` before; `more`: other
+    fields."""
     return Setback(
         kind=kind,
         node=node,
@@ -150,7 +150,7 @@ def _setback(
 
 
 def _end_of(exited: WorkerExited | None) -> dict[str, Any]:
-    """The fields of a setback that tell how a process ended."""
+    """Return the fields of a setback that describe how a process ended."""
     if exited is None:
         return {}
     return {
@@ -213,7 +213,7 @@ def _with_plan(job: Job, event: PlanMade, unix: float) -> Incident | None:
     attempts = with_stats(incident.attempts, job.current.generation, event.overtaken, unix)
     incident = replace(incident, attempts=attempts)
     if event.boundary:
-        return incident  # it answers nothing, and training goes on
+        return incident  # it answers nothing, and training continues
     attempt = Attempt(generation=event.plan.generation, cause=event.cause, rule=event.rule)
     incident = replace(incident, attempts=(*incident.attempts, attempt))
     return _with_evidence(incident, event.evidence, unix)
@@ -234,7 +234,7 @@ def _at_end(
     if isinstance(event, FirstStepCommitted | JobFailed):
         incident = _with_evidence(incident, event.evidence, unix)
     if isinstance(event, FirstStepCommitted) and incident.trained_until is None:
-        # By another host's calendar, which need not be ours to the second.
+        # Another host's calendar, which may be off by seconds.
         counts = incident.opened_at + _ON_S < event.trained_until <= unix
         incident = replace(incident, trained_until=event.trained_until if counts else 0.0)
     return incident
@@ -242,7 +242,7 @@ def _at_end(
 
 def _job_error(job: Job, event: JobFailed, unix: float) -> Setback:
     """Return the setback of a job that failed, attributed to the worker that reported the error.
-    Without such a report it is the master's verdict."""
+    Without such a report, the master itself declared it."""
     words = next((s for s in event.evidence if s.by == "worker" and s.saw in event.reason), None)
     if words is None:
         return _setback(job, "job failed", "", event.reason, unix)
@@ -278,7 +278,8 @@ def _with_evidence(incident: Incident, found: Iterable[Evidence], unix: float) -
 def _with_late_words(
     setbacks: tuple[Setback, ...], found: Iterable[DatedEvidence]
 ) -> tuple[Setback, ...]:
-    """A master that comes back finds a process gone before its agent has told how it ended."""
+    """Add late reports of exits: a restarted master finds a process gone before its agent has
+    reported how it ended."""
     known = {setback.pid for setback in setbacks}
     ends = {
         dated.what.about: dated.what.exited

@@ -1,8 +1,8 @@
 """State of one job: its request, plans, losses and checkpoints.
 
-All of it follows from journaled events, except what stands under `seen`
-(`oobleck.master.state.job_observed`). Only `oobleck.master.state.reducer.apply` and what it calls
-change it. What depends on the nodes as well is `oobleck.master.state.cluster`'s.
+All of it follows from journaled events, except the observations under `seen`
+(`oobleck.master.state.job_observed`). Only `oobleck.master.state.reducer.apply` and its callees
+change it. Questions that also concern nodes are in `oobleck.master.state.cluster`.
 """
 
 from collections import deque
@@ -34,16 +34,16 @@ from oobleck.master.state.incident import Incident, LastIncident, Slowdown
 from oobleck.master.state.job_observed import JobSeen, SaveReport
 from oobleck.master.state.pace import StandBy, StandByTimes
 
-#: So many of the workers' last words on checkpoints are known again when they are repeated.
+#: Last reports on checkpoints that are remembered, so that a repeated one is recognised.
 KNOWN_REPORTS = 64
-#: Processes of earlier plans that are known again when something old is told of them.
+#: Processes of earlier plans that are remembered, so that old reports are recognised.
 KNOWN_PROCESSES = 10_000
-#: Ranges of lost records that are told of.
+#: Ranges of lost records that are remembered.
 KNOWN_LOST = 64
-#: Operators ask again within seconds: so many of their last requests are known again.
+#: Operators' last requests that are remembered: they repeat one within seconds.
 KNOWN_REQUESTS = 64
 NO_GENERATION = Generation(0)
-#: No job comes so far, and there is room above it: a higher one that an agent tells of is not true.
+#: Highest believed generation: no job reaches it, and there is room above it.
 MOST_GENERATION = Generation(1 << 40)
 
 JobState = Literal[
@@ -57,7 +57,7 @@ JobState = Literal[
     "failed",
     "cancelled",
 ]
-#: What takes away something that the newest plan counts on.
+#: Events that take away nodes or workers of the newest plan.
 DeclaredLoss = NodeLost | WorkerLost | NodeLeftOut | NodeReset | NodeDrained
 Loss = DeclaredLoss | NodeYielded
 ENDED: tuple[JobState, ...] = ("succeeded", "failed", "cancelled")
@@ -69,33 +69,33 @@ def nodes_of(losses: Iterable[Loss]) -> frozenset[NodeName]:
 
 @dataclass(slots=True, kw_only=True)
 class Saves:
-    """Checkpoints: what operators asked for, and what came of it."""
+    """Checkpoints: operators' requests, and their results."""
 
-    #: Number of the newest request, and of the newest that was answered.
+    #: Number of the newest request, and of the newest answered one.
     requested: int = 0
     answered: int = 0
-    #: By the id of a request, its number; the last requests alone, none above `requested`.
+    #: Number of each of the last requests, by its id; none above `requested`.
     numbers: dict[str, int] = field(default_factory=dict)
-    #: The newest checkpoint; None: none.
+    #: Newest checkpoint; None: none.
     checkpoint: CheckpointSaved | None = None
-    #: Unix time at which the master heard of it; 0: there is none, or a snapshot does not tell.
+    #: Unix time of its report; 0: there is none, or a snapshot lacks the time.
     checkpoint_at: float = 0.0
-    #: Why the last save came to nothing; empty as soon as there is a newer checkpoint.
+    #: Why the last save failed; empty as soon as there is a newer checkpoint.
     failure: str = ""
-    #: The last reports that an event was made of, so that a repeated one is known.
+    #: Last reports that led to an event, so that a repeated one is recognised.
     known: tuple[SaveReport, ...] = ()
 
 
 @dataclass(slots=True, kw_only=True)
 class Rollback:
-    """The way back to a checkpoint, and the steps that are done again after it."""
+    """Return to a checkpoint, and the steps that are done again after it."""
 
-    #: The checkpoint that the workers' state went back to; without a path: the job began anew.
+    #: Checkpoint to which the workers' state returned; without a path: the job began anew.
     restored: Restored | None = None
-    #: The step that the job began at: not 0 where `restored` was there before its first step.
+    #: Step at which the job began: not 0 where `restored` was there before its first step.
     resumed_step: int = 0
-    #: The last step committed before all went back, until it is committed again; 0: none. Only
-    #: after a restore, and above its step.
+    #: Last step committed before the return, until it is committed again; 0: none. Only after a
+    #: restore, and above its step.
     redo_until: int = 0
 
 
@@ -103,9 +103,9 @@ class Rollback:
 class Lost:
     """Steps whose records are lost, which metrics.jsonl lacks."""
 
-    #: How many there are.
+    #: Number of these steps.
     steps: int = 0
-    #: The last ranges of them, in order.
+    #: Last ranges of them, in order.
     last: tuple[RecordsLost, ...] = ()
 
 
@@ -113,61 +113,61 @@ class Lost:
 class Profiling:
     """Profiling of a job: attempts at measuring, and the profile chosen."""
 
-    #: The attempt at measuring; of all and only jobs that are `profiling`.
+    #: Attempt at measuring; all and only jobs that are `profiling` have one.
     under_way: MeasuringStarted | None = None
-    #: How many there have been; the number of the one under way.
+    #: Number of attempts, and of the one under way.
     attempts: int = 0
-    #: What plans are made by; None: not chosen yet, or the job wants the estimate.
+    #: Profile that plans are made by; None: not chosen yet, or the job wants the estimate.
     chosen: ProfileChosen | None = None
 
 
 @dataclass(slots=True, kw_only=True)
 class Lineage:
-    """The plans up to the newest one, and what they leave behind."""
+    """Plans up to the newest one, and their remains."""
 
     #: Plan of the generation before the newest one.
     before: Plan | None = None
-    #: Plans of the generations whose layers live workers may hold: the newest with a committed
-    #: step and all since; the newest of all is among them until the job ends.
+    #: Plans of the generations whose layers live workers may hold: the newest with a committed step
+    #: and all since. The newest of all is among them until the job ends.
     plans: dict[Generation, Plan] = field(default_factory=dict)
-    #: Nodes whose workers of `plans` are known to be gone: their agent was started anew or has
-    #: ended as told, or the job must do without them though they were drained.
+    #: Nodes whose workers of `plans` are known to be gone. Their agent was started anew or has
+    #: ended as ordered, or the job must do without them though they were drained.
     emptied: set[NodeName] = field(default_factory=set)
-    #: Processes that an earlier plan counted on and the newest does not, oldest first; and whether
-    #: each was the first of its plan (None: not known).
+    #: Processes of earlier plans that the newest one does not have, oldest first. The value:
+    #: whether each was the first of its plan (None: not known).
     replaced: dict[Incarnation, bool | None] = field(default_factory=dict)
-    #: Most nodes that any plan was made for: the templates cover them.
+    #: Most nodes of any plan: the templates cover them.
     most_nodes: int = 0
-    #: Plans after the first.
+    #: Number of plans after the first.
     reconfigurations: int = 0
-    #: The versions that differ among nodes of any plan, as far as that was told.
+    #: Versions that differ among nodes of any plan, as far as reported.
     mixed: tuple[str, ...] = ()
 
 
 @dataclass(slots=True, kw_only=True)
 class CurrentPlan:
-    """The newest plan, the one that was last trained in, and losses that no plan has answered."""
+    """Newest plan, the plan that was last trained in, and losses that no plan has answered."""
 
     #: Newest plan and its Unix time; None: none yet.
     made: PlanMade | None = None
     made_at: float = 0.0
-    #: The plan of templates, or recut, that it comes from; None: it is one itself, maybe with more
+    #: Plan of templates, or recut, that it is based on; None: it is one itself, maybe with more
     #: shadows.
     base: Plan | None = None
-    #: How long it was waited for.
+    #: Seconds of waiting for it.
     waited_s: float = 0.0
-    #: Newest plan that a step was committed in: `made`, or one before it.
+    #: Newest plan with a committed step: `made`, or one before it.
     trained: PlanMade | None = None
-    #: As `base`, of that one.
+    #: `base` of that plan.
     trained_base: Plan | None = None
     #: Newest generation that was not to be entered at a step boundary.
     abrupt: Generation = NO_GENERATION
     #: Losses of the newest plan's nodes and workers that no plan has answered yet.
     losses: tuple[Loss, ...] = ()
-    #: `processes`, and the plan that they were gathered from: every report asks for them.
+    #: Cache of `processes`, and the plan that it is of: every report asks for them.
     _processes: dict[WorkerId, Incarnation] = field(default_factory=dict, repr=False, compare=False)
     _of_processes: PlanMade | None = field(default=None, repr=False, compare=False)
-    #: The same of `members`, which change with losses too.
+    #: Cache of `members`, which also change with losses.
     _members: dict[NodeName, None] = field(default_factory=dict, repr=False, compare=False)
     _of_members: tuple[PlanMade | None, tuple[Loss, ...]] = field(
         default=(None, ()), repr=False, compare=False
@@ -179,17 +179,17 @@ class CurrentPlan:
 
     @property
     def stepped(self) -> Generation:
-        """The newest one with a committed step; 0: none."""
+        """Newest generation with a committed step; 0: none."""
         return self.trained.plan.generation if self.trained else NO_GENERATION
 
     @property
     def on_the_way(self) -> bool:
-        """The newest generation has not committed a step yet."""
+        """True while the newest generation has no committed step."""
         return self.stepped < self.generation
 
     @property
     def lost_nodes(self) -> frozenset[NodeName]:
-        """Also those that are there and left out."""
+        """Lost nodes, and those that are there and left out."""
         return nodes_of(self.losses)
 
     @property
@@ -220,8 +220,8 @@ class CurrentPlan:
 
     @property
     def put_back(self) -> bool:
-        """Return whether another job had the turn since the newest plan, so that none of its
-        workers is left."""
+        """True if another job was active since the newest plan, so that none of its workers is
+        left."""
         return any(isinstance(loss, NodeYielded) for loss in self.losses)
 
     @property
@@ -231,7 +231,7 @@ class CurrentPlan:
     def counts_on(self, process: Incarnation) -> bool:
         """Return whether the end of the process is a loss to the job. Before the first plan every
         process counts, then those of the newest plan. Once steps are committed, only processes that
-        had a part in them count. The others are about to join, and only their node is at stake."""
+        had a part in them count. The others are joining, and only their node is at stake."""
         if self.made is None:
             return True
         trained = self.trained is None or process in self.trained.incarnations
@@ -252,7 +252,7 @@ class CurrentPlan:
         return tuple(node for node in self.members if node not in before)
 
     def processes(self) -> Mapping[WorkerId, Incarnation]:
-        """The processes that the newest plan counts on, by rank."""
+        """Return the processes that the newest plan counts on, by rank."""
         if self.made is None:
             return {}
         if self.made is not self._of_processes:
@@ -277,13 +277,12 @@ class Job:
     #: It ends as soon as its profile is measured.
     profile_only: bool = False
     state: JobState = "queued"
-    #: Why it is in that state, where that is not plain.
+    #: Why it is in that state, where that is not obvious.
     reason: str = ""
     cancel_requested: bool = False
-    #: Number of the event that submitted it, or had it adopted.
+    #: Number of the event that submitted or adopted it.
     submitted_in: int = 0
-    #: The newest generation of another master's job when it was taken over; None: it was submitted
-    #: here.
+    #: Newest generation of another master's job at its adoption; None: it was submitted here.
     adopted_in: Generation | None = None
     #: It could not start, and waits until a job after it has ended.
     passed_over: bool = False
@@ -291,47 +290,47 @@ class Job:
     submitted_at: float
     started_at: float = 0.0
     finished_at: float = 0.0
-    #: Unix time since when it waits for nodes; 0: it does not.
+    #: Unix time at which it began to wait for nodes; 0: it does not wait.
     waiting_since: float = 0.0
-    #: The newest plan, and what has been lost of it.
+    #: Newest plan and its losses.
     current: CurrentPlan = field(default_factory=CurrentPlan)
-    #: Nodes that cannot take part, and why; none is a member as long as the job goes on.
+    #: Nodes that cannot take part, and why; none is a member unless the job has ended.
     left_out: dict[NodeName, str] = field(default_factory=dict)
-    #: What was last told of each worker that computes more slowly than the others.
+    #: Last report of each worker that computes more slowly than the others.
     slow: dict[WorkerId, RateChanged] = field(default_factory=dict)
-    #: Of workers that were slow and stood by, or still do: the last time; none of a process that
-    #: the newest plan has replaced.
+    #: Last stand-by of workers that are or were slow; none of a process that the newest plan has
+    #: replaced.
     stand_bys: dict[WorkerId, StandBy] = field(default_factory=dict)
-    #: The failure that is being answered; None: none.
+    #: Failure that is being answered; None: none.
     incident: Incident | None = None
-    #: Of all and only `slow` workers, and of some that were; None: nobody is slow.
+    #: Slowdown of all and only `slow` workers, and of some that were; None: no worker is slow.
     slowdown: Slowdown | None = None
-    #: How many of both there were, open ones among them: the number of the newest.
+    #: Number of both, including open ones: the number of the newest.
     incidents: int = 0
-    #: Of those that are over, the one that began last.
+    #: The closed incident or slowdown that began last.
     last_incident: LastIncident | None = None
-    #: Unix time at which the journal was last found without its end; 0: never in the job's life.
+    #: Unix time at which the journal was last found incomplete; 0: never in the job's life.
     journal_cut_at: float = 0.0
     profiling: Profiling = field(default_factory=Profiling)
     lineage: Lineage = field(default_factory=Lineage)
     saves: Saves = field(default_factory=Saves)
     rollback: Rollback = field(default_factory=Rollback)
     lost: Lost = field(default_factory=Lost)
-    #: The last changes of `state`, for the report of one that is not allowed.
+    #: Last changes of `state`, for the report of an invalid one.
     history: deque[str] = field(default_factory=lambda: deque(maxlen=20))
     seen: JobSeen = field(default_factory=JobSeen)
 
     @property
     def newest_known(self) -> Generation:
-        """The newest generation of all plans, also of those that only agents have told of."""
+        """Newest generation of all plans, also of those that only agents have reported."""
         return max(self.current.generation, *self.lineage.plans, NO_GENERATION)
 
     @property
     def unentered(self) -> bool:
-        """Return whether the newest plan is for a step boundary and, as far as is known, no worker
-        has entered it. Workers then hold what the plan in `trained` says. They do so, too, if some
-        have entered it and their agents have not reported that. A step committed in the plan ends
-        this, and is reported."""
+        """True if the newest plan is for a step boundary and, as far as is known, no worker has
+        entered it. Workers then hold what the plan in `trained` says. They do so, too, if some have
+        entered it and their agents have not reported that. A step committed in the plan ends this,
+        and is reported."""
         current = self.current
         return (
             current.made is not None
@@ -344,33 +343,32 @@ class Job:
 
     @property
     def astray(self) -> bool:
-        """Return whether agents reported a newer plan than the one that the job goes by."""
+        """True if agents reported a newer plan than the job's own."""
         return self.newest_known > self.current.generation
 
     @property
     def has_checkpoint(self) -> bool:
-        """Return whether a checkpoint is known that the job can go back to."""
+        """True if a checkpoint is known to which the job can return."""
         begun_with = self.rollback.restored is not None and self.rollback.restored.path != ""
         return self.saves.checkpoint is not None or begun_with
 
     @property
     def may_have_checkpoint(self) -> bool:
-        """Return whether workers may have saved a checkpoint that was not reported: this master was
-        away, and the workers that could report it may have ended. Then the next plan looks for
-        one."""
+        """True if workers may have saved an unreported checkpoint. This master was away, and the
+        workers that could report it may have ended. Then the next plan looks for one."""
         made = self.current.made
         looks = made is not None and made.restore and self.current.on_the_way
         return self.spec.checkpoint is not None and (self.seen.inherited or looks)
 
     def is_replaced(self, worker: WorkerId, process: Incarnation) -> bool:
         """Return whether the newest plan has another process in the worker's place. A late report
-        may come from a process that was already replaced."""
+        may be from a process that was already replaced."""
         return process in self.lineage.replaced and worker in self.current.processes()
 
     @property
     def rates(self) -> Mapping[WorkerId, float]:
-        """Rates of slow workers, as a part of the others' pace. Workers that are not listed are as
-        fast as the others, as far as is known."""
+        """Rates of slow workers, as a part of the others' pace. Other workers have the usual pace,
+        as far as is known."""
         return {worker: told.rate for worker, told in self.slow.items()}
 
     @property
@@ -381,7 +379,8 @@ class Job:
         return frozenset(w.node for w in self.slow if not self.current.has_member(w.node))
 
     def set_stand_bys(self, found: Mapping[WorkerId, StandBy], now: float, unix: float) -> None:
-        """Set the stand-by records. Those that are new, or new to this master, get their times."""
+        """Set the stand-by records. Records that are new, or new to this master, get their
+        times."""
         before, times = self.stand_bys, self.seen.stand_by_times
         for worker, one in found.items():
             if worker not in times or before.get(worker) is not one:
@@ -390,12 +389,12 @@ class Job:
 
     @property
     def redone_until(self) -> int:
-        """`redo_until`, or the newest recorded step where agents told of it later."""
+        """`redo_until`, or the newest recorded step if agents reported it later."""
         until = self.rollback.redo_until
         return max(until, self.seen.steps.committed_step) if until else 0
 
     def knows(self, report: SaveReport) -> bool:
-        """Return whether the report only repeats what is known. A restore is known once any worker
+        """Return whether the report only repeats known facts. A restore is known once any worker
         has reported it, or a later generation has committed a step."""
         if isinstance(report, Restored):
             newest = (
@@ -407,8 +406,8 @@ class Job:
         return report in self.saves.known
 
     def due_report(self) -> SaveReport | None:
-        """Return the first word on checkpoints that an event is to be made of. Nobody saves what is
-        not committed, and that others have committed it may be heard of later."""
+        """Return the first report on checkpoints that is to become an event. Workers save only
+        committed steps, but the report of the commit may arrive later."""
         steps = self.seen.steps
         committed = max(steps.furthest_step, steps.committed_step, self.rollback.redo_until)
         reports = self.seen.save_reports
@@ -416,8 +415,9 @@ class Job:
         return next(due, None)
 
     def unanswered(self) -> tuple[WorkerId, ...]:
-        """Workers that must enter the newest generation at once and have not left the one before.
-        Empty for a plan at a step boundary, and where nobody has watched since the plan."""
+        """Return the workers that must enter the newest generation at once and have not left the
+        previous one. Empty for a plan at a step boundary, and where this master has not watched
+        since the plan."""
         timeline = self.seen.timeline
         if (
             self.current.made is None

@@ -1,8 +1,8 @@
 """Observations of one job by this master process: the transition into its newest generation, its
 steps, exits and reports of its processes.
 
-A restarted master begins with none of it and is told again. Only
-`oobleck.master.state.reducer.apply` and what it calls change it. Must not know what is decided by
+A restarted master begins with none of it, and gets the reports again. Only
+`oobleck.master.state.reducer.apply` and its callees change it. Must not know the decisions based on
 it.
 """
 
@@ -26,9 +26,9 @@ from oobleck.master.events.nodes import Evidence
 from oobleck.master.state.pace import PaceSeen, StandByTimes
 from oobleck.proto.types import Hung, WorkerExited
 
-#: What workers say of checkpoints.
+#: Workers' reports on checkpoints.
 SaveReport = CheckpointSaved | SaveFailed | Restored
-#: Step records that rates are taken from.
+#: Step records that rates are computed from.
 RECENT_RECORDS = 10
 
 
@@ -37,12 +37,13 @@ _NO_GENERATION = Generation(0)
 
 @dataclass(slots=True, kw_only=True)
 class RecoveryTimeline:
-    """Observed on the way into the newest generation: when each phase ended, and how."""
+    """Timeline of the recovery into the newest generation: when each phase ended, and its
+    result."""
 
     evidence_at: float
     declared_at: float
     pushed_at: float
-    #: So long before no plan was possible for want of nodes.
+    #: Seconds before in which no plan was possible for lack of nodes.
     waited_s: float = 0.0
     aborted_at: float | None = None
     joined_at: float | None = None
@@ -54,15 +55,15 @@ class RecoveryTimeline:
     received_bytes: int = 0
     fed_bytes: int = 0
     salvaged_microbatches: int = 0
-    #: Who has left the generation before, met the others (and on which committed step they have
-    #: agreed), and come to hold its layers.
+    #: Workers that have left the previous generation, that have joined the rendezvous (with the
+    #: agreed committed step), and that hold its layers.
     answered: set[WorkerId] = field(default_factory=set)
     joined: dict[WorkerId, int] = field(default_factory=dict)
     entered: set[WorkerId] = field(default_factory=set)
 
     def stats(self, end: float, unanswered: tuple[WorkerId, ...] = ()) -> ReconfigurationStats:
-        """The phases up to `end`; one that was not reported took no time of its own. A way that has
-        not come to its first step has stayed in the phase after the last one that was reported."""
+        """Return the phases up to `end`; an unreported one took no time of its own. A recovery
+        without a first step is still in the phase after the last reported one."""
         waited_from = self.pushed_at - self.waited_s
         began_at = min(self.evidence_at, waited_from)
         end = max(end, began_at)
@@ -80,7 +81,7 @@ class RecoveryTimeline:
         phases: dict[str, float] = {}
         before = began_at
         for phase, at in marks.items():
-            # Reports of different nodes overtake each other, and none counts after the end.
+            # Reports of different nodes may arrive out of order, and none counts after the end.
             at = before if at is None else min(max(at, before), end)
             phases[phase] = at - before
             before = at
@@ -120,29 +121,28 @@ class LossSeen:
 class StepsSeen:
     """Progress of training, from step records and statuses."""
 
-    #: The newest recorded step.
+    #: Newest recorded step.
     committed_step: int = 0
-    #: The last records, the newest of them that of `committed_step`.
+    #: Last records, the newest of them that of `committed_step`.
     recent: deque[StepRecord] = field(default_factory=lambda: deque(maxlen=RECENT_RECORDS))
-    #: The last record of a generation before the newest one's; None: not known.
+    #: Last record of a generation before the newest one's; None: not known.
     last_before: StepRecord | None = None
-    #: When the last record came.
+    #: Arrival of the last record.
     recorded_at: float | None = None
-    #: Others have come and wait for those of steps before.
+    #: Later records have arrived and wait for those of earlier steps.
     records_wait: bool = False
-    #: The newest evaluation.
+    #: Newest evaluation.
     evaluation: EvaluationRecord | None = None
-    #: The last committed step that a record has told of, or two nodes' statuses have (of a plan
-    #: with one node, that one's).
+    #: Last committed step by a record, or by two nodes' statuses (one in a plan with one node).
     furthest_step: int = 0
-    #: The newest generation in which one of these was committed, by the same word. Its records may
-    #: come long after it, so `CurrentPlan.stepped` may not tell.
+    #: Newest generation in which one of these was committed, by the same reports. Its records may
+    #: arrive long after it, so `CurrentPlan.stepped` may lag.
     furthest_in: Generation = _NO_GENERATION
-    #: By node, a later one that its status has told of, and the newest generation that its worker
-    #: has committed one in.
+    #: By node, a later step that its status reports, and the newest generation in which its worker
+    #: has committed one.
     claimed: dict[NodeName, tuple[int, Generation]] = field(default_factory=dict)
-    #: Of steps that are done again: their generation, the first and the last committed one that a
-    #: status told of.
+    #: Steps that are done again: their generation, and the first and last committed one in a
+    #: status.
     redone: tuple[Generation, int, int] | None = None
 
 
@@ -150,19 +150,19 @@ class StepsSeen:
 class SinceStep:
     """Obstacles since the last step; forgotten with the next step's record."""
 
-    #: How often a generation was given up on because it did not get on.
+    #: Number of generations given up for lack of progress.
     stalls: int = 0
     #: Plans without a loss of a node, and when the first of them was made.
     regroups: int = 0
     fruitless_since: float | None = None
-    #: How processes of each worker of the plan ended.
+    #: Exits of the processes of each worker of the plan.
     deaths: dict[WorkerId, list[WorkerExited]] = field(default_factory=dict)
-    #: Each worker's word that something else than the job is at fault.
+    #: Each worker's report that the fault is not the job's.
     complaints: dict[WorkerId, str] = field(default_factory=dict)
     #: Nodes that have trained, and why they were given up.
     given_up: dict[NodeName, str] = field(default_factory=dict)
-    #: By the node that they met at: pairs of nodes, in the order of their names, of which
-    #: one has reported that there is no way to the other.
+    #: By the host of their rendezvous: pairs of nodes, in the order of their names. One of each
+    #: pair has reported that it does not reach the other.
     no_way: dict[NodeName, set[tuple[NodeName, NodeName]]] = field(default_factory=dict)
 
 
@@ -174,14 +174,14 @@ class Received:
 
 @dataclass(slots=True, kw_only=True)
 class ProcessesSeen:
-    #: How they ended; and those that their agents have given up on, since they hang.
+    #: Their exits; and those that their agents have given up on, since they hang.
     exits: dict[Incarnation, WorkerExited] = field(default_factory=dict)
     hung: dict[Incarnation, Hung] = field(default_factory=dict)
     #: Generations that each has entered, of those whose plans are kept (`Lineage.plans`).
     entered: dict[Incarnation, frozenset[Generation]] = field(default_factory=dict)
     #: Layers that each has received on the way into the newest such generation.
     received: dict[Incarnation, Received] = field(default_factory=dict)
-    #: Generation that each has finished in.
+    #: Generation in which each has finished.
     finished: dict[Incarnation, Generation] = field(default_factory=dict)
 
 
@@ -189,7 +189,7 @@ class ProcessesSeen:
 class ProfilingSeen:
     """Results of the newest attempt at measuring."""
 
-    #: Since when it is under way.
+    #: Start of the attempt.
     measuring_since: float | None = None
     measured: dict[Incarnation, Measured] = field(default_factory=dict)
     links_measured: dict[Scope, LinkMeasured] = field(default_factory=dict)
@@ -197,47 +197,48 @@ class ProfilingSeen:
 
 @dataclass(slots=True, kw_only=True)
 class FaultsSeen:
-    """Reports by workers of what is at fault: the job or nodes."""
+    """Workers' reports on the fault: the job's or nodes'."""
 
-    #: The job itself, by the newest word of workers on these nodes, and when that was told.
+    #: Newest reports that the job is at fault, by the workers' node, and their times.
     accused: dict[NodeName, tuple[float, str]] = field(default_factory=dict)
-    #: Nodes of workers that count, and when that was told; kept when the node is left out.
+    #: Reports that a node is at fault, from workers that count, and their times; kept when the node
+    #: is left out.
     ailing: dict[NodeName, tuple[float, str]] = field(default_factory=dict)
-    #: Nodes of processes that have had no part in a step while others have: why they cannot have
-    #: one, and the ends of those that a plan counted on.
+    #: Nodes of processes that have had no part in a step while others have. First why they cannot
+    #: have one, then the ends of those that a plan counted on.
     unfit: dict[NodeName, str] = field(default_factory=dict)
     stillborn: dict[NodeName, list[WorkerExited]] = field(default_factory=dict)
 
 
 @dataclass(slots=True, kw_only=True)
 class JobSeen:
-    """Observed of a job in this master's life."""
+    """Observations of a job in this master's life."""
 
-    #: When that began, or the job; and the Unix time of the former.
+    #: Start of this master's life, or of the job; and the Unix time of the former.
     since: float = 0.0
     since_unix: float = 0.0
-    #: This master found the job in its journal and has made no plan of it: agents may have a newer
+    #: This master found the job in its journal and has made no plan of it. Agents may have a newer
     #: one than the journal.
     inherited: bool = False
-    #: Since when it waits for nodes, where it does.
+    #: When it began to wait for nodes, if it waits.
     waiting_since: float | None = None
-    #: Of all workers in `Job.stand_bys`, and of some that were.
+    #: Times of all workers in `Job.stand_bys`, and of some that were there.
     stand_by_times: dict[WorkerId, StandByTimes] = field(default_factory=dict)
-    #: Since when the newest plan's processes have had the time to get up.
+    #: When the newest plan's processes began to have time to start.
     planned_at: float | None = None
-    #: When the newest generation last came any further on its way, in its steps or to its end.
+    #: When the newest generation last made progress, on its way, in its steps or to its end.
     progressed_at: float | None = None
     #: None: no plan of this master's life is on its way to its first step.
     timeline: RecoveryTimeline | None = None
-    #: None: all losses but those of a job that was put back are answered.
+    #: None: all losses are answered, except those of a job that was put back.
     loss: LossSeen | None = None
     #: First report of a lost peer by each worker since the last plan that was not at a boundary.
     peers_lost: dict[WorkerId, tuple[float, PeerLost]] = field(default_factory=dict)
-    #: How often a node's workers have told of lost peers, and steps have shown that none was.
+    #: Number of reports of lost peers by a node's workers that later steps refuted.
     untrue: Counter[NodeName] = field(default_factory=Counter)
-    #: What workers said of checkpoints and no event was made of yet.
+    #: Workers' reports on checkpoints that no event was made of yet.
     save_reports: tuple[SaveReport, ...] = ()
-    #: What was seen of failures, and when, that no event has carried yet.
+    #: Evidence of failures, and its time, that no event has carried yet.
     evidence: list[tuple[float, Evidence]] = field(default_factory=list)
     steps: StepsSeen = field(default_factory=StepsSeen)
     since_step: SinceStep = field(default_factory=SinceStep)
@@ -248,7 +249,7 @@ class JobSeen:
 
     @property
     def waits_since(self) -> float:
-        """Time since when the job waits for nodes, in this master's life."""
+        """Time at which the job began to wait for nodes, in this master's life."""
         return self.since if self.waiting_since is None else self.waiting_since
 
     def is_gone(self, process: Incarnation) -> bool:

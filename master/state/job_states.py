@@ -1,4 +1,4 @@
-"""A job's way through its states.
+"""States of a job, and the events that change them.
 
     queued --JobStarted--> starting --FirstStepCommitted--> running
     running --a loss or PlanMade--> reconfiguring --FirstStepCommitted--> running
@@ -10,11 +10,11 @@
 
 A `starting` job is `profiling` from MeasuringStarted to ProfileChosen, and may go from there to
 waiting, failed and cancelled too. It stays `starting` until a step of its first plans is committed,
-and `reconfiguring` until one of the newest plan is. The record of that step may come late: when a
+and `reconfiguring` until one of the newest plan is. The record of that step may arrive late: if a
 loss has been declared already, the job does not become `running` by it. Losses count only where
-they hit the newest plan. An event that the table does not allow is a broken invariant of ours.
+they hit the newest plan. An event that the table does not allow is a bug.
 
-Owns what makes an event a loss of the job too. Must not know what else an event changes.
+Owns the losses of a job, too. Must not know what else an event changes.
 """
 
 from collections.abc import Mapping
@@ -104,7 +104,7 @@ TRANSITIONS: Mapping[tuple[JobState, type[Journaled]], JobState] = {
 
 
 class InvalidTransition(Exception):
-    """An event came to a job in a state that does not allow it."""
+    """Failure: the job's state does not allow the event."""
 
     def __init__(self, job: Job, event: Journaled) -> None:
         super().__init__(
@@ -126,14 +126,14 @@ def move(job: Job, event: Journaled) -> None:
 
 
 def lose(job: Job, loss: DeclaredLoss, now: float, *, detect_s: float = 0.0) -> None:
-    """The job has lost what its newest plan counts on, and no plan has answered that yet."""
+    """Note a loss of the job's newest plan that no plan has answered yet."""
     move(job, loss)
     job.current.losses = (*job.current.losses, loss)
     note_loss(job, now, detect_s=detect_s)
 
 
 def note_loss(job: Job, now: float, *, detect_s: float = 0.0) -> None:
-    """A loss is declared now; the first evidence came `detect_s` before."""
+    """Note that a loss is declared now, with the first evidence `detect_s` before."""
     first = now - detect_s
     known = job.seen.loss
     job.seen.loss = LossSeen(first if known is None else min(known.evidence_at, first), now)

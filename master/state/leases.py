@@ -1,11 +1,11 @@
 """Leases of nodes: how long each may be silent, given the silence of the others.
 
-A master whose loop was late has extended all leases by as much (`Tick`). It also gives every node
-the time to come back that agents of a restarted master have, so its own pauses convict no node.
-Many streams that end at once were cut together, and come back together. If all nodes fall silent
+A master whose loop was late has extended all leases by the delay (`Tick`). It also gives every node
+the time to return that agents of a restarted master have. So its own pauses count against no node.
+Many streams that end at once were cut together, and return together. If all nodes fall silent
 together, the head has lost its network: they too have the time of a master's restart. Reconnecting
-takes longer if many come back, since each handshake needs a processor; then each node has an
-answer's time after the last one that came. Pure.
+takes longer if many return, since each handshake needs a processor. Then each node has an answer's
+time after the last one that returned. Pure.
 """
 
 from bisect import bisect_left, bisect_right
@@ -20,13 +20,13 @@ _MANY = 8
 #: Heartbeats of silence before a stream's end after which the node counts as fallen silent, not
 #: cut. Nodes last heard of within as long of each other fell silent together.
 _SILENT = 2
-#: Longest wait for a node, in times to return, however many nodes come back.
+#: Longest wait for a node, in times to return, however many nodes return.
 _MOST_RETURNS = 3
 
 
 def last_sign(state: ClusterState, node: Node) -> float:
-    """Return when the node was last known to live. A member of the plan that this master has not
-    heard from counts as alive when the plan was made, and at the last recorded step."""
+    """Return when the node was last known to be alive. A member of the plan that this master has
+    not heard from was alive when the plan was made, and at the last recorded step."""
     job, seen = state.job, node.seen
     if seen.heard_at is not None or job is None or not job.current.has_member(node.facts.node):
         return seen.last_heard
@@ -37,7 +37,7 @@ def last_sign(state: ClusterState, node: Node) -> float:
 
 
 class Leases:
-    """Leases of all nodes: how long each may be silent, given what is seen of the others."""
+    """Leases of all nodes: how long each may be silent, given the state of the others."""
 
     def __init__(self, state: ClusterState, now: float, timing: Detection) -> None:
         self._timing, self._silent_s = timing, _SILENT * timing.heartbeat_s
@@ -45,13 +45,13 @@ class Leases:
         # Lost nodes count too, so that the time of the others does not change with a loss.
         cuts = (node.seen.cut_at for node in state.nodes.values())
         self._cuts = sorted(at for at in cuts if at is not None)
-        #: When the last node came; None: none has, or no node is away.
+        #: Time of the last return; None: no node has returned, or none is away.
         self._opened_at: float | None = None
         if any(one.session is None for one in seen):
             opened = (one.opened_at for one in seen if one.opened_at is not None)
             self._opened_at = max(opened, default=None)
-        #: When nodes were last heard of, and when those that are back from a silence were before
-        #: it, in order; empty: none is silent for a lease.
+        #: Sorted times at which nodes were last heard of, and those before a silence of returned
+        #: nodes. Empty: none is silent for a lease.
         self._heard, self._heard_before = list[float](), list[float]()
         if any(now >= one.last_heard + timing.lease_s for one in seen):
             self._heard = sorted(one.last_heard for one in seen)
@@ -87,7 +87,7 @@ class Leases:
         return _between(self._cuts, at - window_s, at + window_s) >= _MANY
 
     def _silent_with_all(self, node: Node) -> bool:
-        """Return whether all nodes heard from since the node's last sign came back from the same
+        """Return whether all nodes heard from since the node's last sign returned from the same
         silence."""
         if len(self._heard) < 2 or not self._fell_silent(node):
             return False
@@ -96,7 +96,8 @@ class Leases:
         return since <= _between(self._heard_before, first, last)
 
     def _fell_silent(self, node: Node) -> bool:
-        """Rather than that its stream was cut, by the end of its agent or on the way."""
+        """Return whether the node fell silent, rather than that its stream was cut, by the end of
+        its agent or on the way."""
         closed_at = node.seen.closed_at
         return closed_at is None or closed_at - node.seen.last_heard > self._silent_s
 

@@ -1,8 +1,8 @@
 """State of one node: its facts, its desired state, and whether it may get work.
 
-What stands under `seen` is observed and lives as long as this master process; all else follows from
-journaled events. Only `oobleck.master.state.reducer.apply` and what it calls change it. Must not
-know of jobs other than by name.
+Everything under `seen` is observed and lives as long as this master process; all else follows from
+journaled events. Only `oobleck.master.state.reducer.apply` and its callees change it. Must not know
+of jobs other than by name.
 """
 
 from dataclasses import dataclass, field
@@ -16,10 +16,10 @@ from oobleck.proto.types import Assignment, NodeFacts, NodeStatus
 
 
 class Build(NamedTuple):
-    """Versions that workers of one job must share; also what is wanted of a node. Empty: any will
+    """Versions that workers of one job must share; also those wanted of a node. Empty: any will
     do."""
 
-    #: The series of torch.
+    #: Series of torch.
     torch: str = ""
     engine: str = ""
 
@@ -29,37 +29,37 @@ class Build(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class NodeSeen:
-    """Observed of a node in this master's life."""
+    """Observations of a node in this master's life."""
 
-    #: When it was last heard of, or could first have been; while the master is late, later.
+    #: Last sign of life, or its earliest possible time; moved on while the master is late.
     last_heard: float
-    #: When it really was; None: not in this master's life.
+    #: Last real sign of life; None: none in this master's life.
     heard_at: float | None = None
-    #: Not heard of since this master began, or since it was paused itself: it has longer.
+    #: Not heard of since this master began, or since its own pause: the lease is longer.
     awaited: bool = False
-    #: When this master last went on after a pause of its own that agents may have ended streams in.
+    #: End of this master's last pause that was long enough for agents to end streams.
     resumed_at: float | None = None
     #: None: no stream.
     session: int | None = None
     #: Another agent that wants the node's name, and since when.
     rival: tuple[Incarnation, float] | None = None
-    #: When its last stream ended; None while one is open, and before the first one.
+    #: End of its last stream; None while one is open, and before the first one.
     closed_at: float | None = None
-    #: When its newest stream began, and when the last one ended that has; None: never.
+    #: Start of its newest stream, and end of the last ended one; None: never.
     opened_at: float | None = None
     cut_at: float | None = None
-    #: When it was last heard of before its newest stream began.
+    #: Last sign of life before its newest stream began.
     heard_before: float | None = None
     status: NodeStatus = field(default_factory=NodeStatus)
-    #: Since when it could prepare for the active job, and since when it is ready for it.
+    #: When it could begin to prepare for the active job, and when it became ready for it.
     assigned_at: float | None = None
     ready_at: float | None = None
-    #: When its quarantine ends, by this master's clock.
+    #: End of its quarantine, by this master's clock.
     release_at: float | None = None
-    #: Since when it is lost, by this master's clock.
+    #: Time of its loss, by this master's clock.
     lost_at: float | None = None
-    #: The plan that its agent told of when its newest session began, if the journal may have lost
-    #: it (`ClusterState.lacks`). Nodes that tell the same share one `Assign`.
+    #: Plan that its agent named at the start of its newest session, if the journal may have lost it
+    #: (`ClusterState.lacks`). Nodes that name the same share one `Assign`.
     running: Assignment | None = None
 
     def hear(self, now: float) -> None:
@@ -86,19 +86,19 @@ class Desired(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drain:
-    """The work on a node is to move off it."""
+    """Order to move the work off a node."""
 
-    #: Whose wish it is; an agent's own ends with the agent, and so does one for a sick GPU.
+    #: Source of the order; an agent's own ends with the agent, and so does one for a sick GPU.
     by: Literal["operator", "agent", "sickness", "quarantine"]
     reason: str
     force: bool
-    #: Why a job cannot go on without the node; empty: nothing is known.
+    #: Why a job cannot continue without the node; empty: no reason is known.
     kept: str = ""
     #: Number of the request for a checkpoint that a forced drain waits for; 0: none.
     save: int = 0
-    #: Nothing is on it any more.
+    #: No work is left on it.
     done: bool = False
-    #: Of a quarantine: until when it lasts (Unix time), or until the node starts workers again.
+    #: End of a quarantine: at this Unix time, or when the node starts workers again.
     until: float = 0.0
     until_ready: bool = False
 
@@ -111,10 +111,10 @@ WINDOW_S = 600.0
 class Failures:
     """Failures of one node, over all starts of its agent."""
 
-    #: Unix times of those close together up to the last one.
+    #: Unix times of failures close together, up to the last one.
     times: tuple[float, ...] = ()
     last: str = ""
-    #: Quarantines that followed on each other, and when the newest ends or has ended (Unix time).
+    #: Number of consecutive quarantines, and the end of the newest (Unix time).
     quarantines: int = 0
     quarantined_until: float = 0.0
 
@@ -124,7 +124,7 @@ class Failures:
 
 
 class Held(msgspec.Struct, frozen=True, kw_only=True):
-    """A job that a node trains and this master does not know, or has in its queue."""
+    """Job that a node trains and this master does not know, or has in its queue."""
 
     job_id: JobId
     since: float
@@ -136,25 +136,25 @@ class Node:
     facts: NodeFacts
     #: False: lost.
     registered: bool = True
-    #: Why it is lost, since when, and when it was last heard of before (Unix times).
+    #: Why and since when it is lost, and when it was last heard of before (Unix times).
     reason: str = ""
     lost_at: float = 0.0
     heard_at: float = 0.0
-    #: Workers of before its loss must go first.
+    #: Workers from before its loss must end first.
     stale_workers: bool = False
-    #: The job that it trains and this master does not know, and since when (Unix time).
+    #: Job that it trains and this master does not know, and since when (Unix time).
     held: Held | None = None
     #: None: it may get work.
     drain: Drain | None = None
     failures: Failures = Failures()
-    #: Troubles of its GPUs that an operator has it train with; its agent's end is theirs.
+    #: Troubles of its GPUs that an operator accepts; they are forgotten when its agent ends.
     excused: frozenset[str] = frozenset()
     desired: Desired = field(default_factory=Desired)
     seen: NodeSeen
 
     @property
     def build(self) -> Build:
-        """Build of the node; without a torch version where its agent does not report one."""
+        """Engine and torch series of the node; the latter is empty if its agent reports none."""
         versions = self.facts.versions
         return Build(torch=series(versions.torch), engine=versions.engine)
 
@@ -164,9 +164,9 @@ class Node:
         return not self.why_not_with(wanted)
 
     def why_not_with(self, wanted: Build) -> str:
-        """Why it cannot be beside nodes with that build; empty: it can. Another engine understands
-        neither their plan nor their links. Another series of torch may compute other numbers, and a
-        checkpoint or a layer may not mean the same to it."""
+        """Return why the node cannot work beside nodes with that build; empty: it can. Another
+        engine understands neither their plan nor their links. Another series of torch may compute
+        other numbers, or read a checkpoint or a layer differently."""
         own = self.build
         if wanted.engine not in ("", own.engine):
             return (
@@ -182,7 +182,7 @@ class Node:
 
     @property
     def is_clear(self) -> bool:
-        """Return whether all workers on the node, if any, are there on this master's orders."""
+        """True if this master ordered all workers on the node, or there are none."""
         return not self.stale_workers and self.held is None
 
     @property
@@ -202,7 +202,7 @@ class Node:
 
     @property
     def moves_off(self) -> bool:
-        """Return whether the node keeps its part of a plan until that has moved off it."""
+        """True if the node keeps its part of a plan until that has moved off it."""
         drain = self.drain
         return drain is not None and not drain.done and self.registered and self.is_clear
 

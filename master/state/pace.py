@@ -1,7 +1,7 @@
 """Pace of workers as observed: counts from heartbeats, sampled in rounds, and stand-by records.
 
 A round has the readings of all workers at one moment, and between two rounds each has trained a
-step or more. So the cost does not depend on how often a node is heard of. Readings are kept for one
+step or more. So the cost does not depend on the number of heartbeats. Readings are kept for one
 generation. A `StandBy` follows from journaled events, so that a restarted master knows it, and is
 forgotten with its process. Must not know what is slow (`oobleck.master.rules.pace`).
 """
@@ -11,10 +11,10 @@ from dataclasses import dataclass, field, replace
 
 from oobleck.core.ids import Generation, Incarnation, WorkerId
 
-#: Between two rounds: shares of a processor's time are given out in tenths of a second.
+#: Seconds between two rounds: CPU shares are given out in tenths of a second.
 ROUND_S = 1.0
 _NO_GENERATION = Generation(0)
-#: As many as the longest wait for a verdict has steps, and some.
+#: As many as the longest window before a verdict has steps, and some.
 MOST_ROUNDS = 24
 
 
@@ -30,7 +30,7 @@ class Reading:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Round:
-    """Readings of all workers at one moment. A worker that is missing has reported none."""
+    """Readings of all workers at one moment. A missing worker has reported none."""
 
     at: float
     readings: Mapping[WorkerId, Reading]
@@ -39,7 +39,7 @@ class Round:
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Alone:
     """Measurement by a process that stands by: seconds of a micro-batch in a layer of each kind. It
-    includes the others' first round, and their last one by then."""
+    includes the others' first round, and their last one so far."""
 
     process: Incarnation
     attempt: int
@@ -53,15 +53,15 @@ class PaceSeen:
     """Observed pace of the workers of one generation."""
 
     generation: Generation = _NO_GENERATION
-    #: The newest word of each worker.
+    #: Newest reading of each worker.
     newest: dict[WorkerId, Reading] = field(default_factory=dict)
-    #: Those with a step more than in the last round.
+    #: Workers with more steps than in the last round.
     further: set[WorkerId] = field(default_factory=set)
     #: Oldest first; at most MOST_ROUNDS.
     rounds: tuple[Round, ...] = ()
-    #: When the last round was, or the first word came.
+    #: Time of the last round, or of the first reading.
     since: float = 0.0
-    #: The newest measurement of each worker that stands by.
+    #: Newest measurement of each worker that stands by.
     alone: dict[WorkerId, Alone] = field(default_factory=dict)
 
     def enter(self, generation: Generation) -> None:
@@ -79,8 +79,8 @@ class PaceSeen:
         attempt: int,
         seconds: tuple[float, ...],
     ) -> bool:
-        """Take what a worker that stands by has measured, once. Returns whether it says anything:
-        it does so beside the pace of others alone."""
+        """Take a stand-by worker's measurement, once. Return whether it is useful, which it is only
+        beside the pace of others."""
         known = self.alone.get(worker)
         if len(self.rounds) < 2 or (
             known is not None and (known.process, known.attempt) == (process, attempt)
@@ -90,8 +90,8 @@ class PaceSeen:
         return True
 
     def take(self, worker: WorkerId, reading: Reading, workers: int, now: float) -> bool:
-        """Take the word of one of so many workers; without a step it is none. Returns whether it
-        completes a round."""
+        """Take the reading of one of `workers` workers; one without a step does not count. Return
+        whether it completes a round."""
         if not reading.steps:
             self.newest.pop(worker, None)
             self.further.discard(worker)
@@ -115,14 +115,14 @@ class PaceSeen:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StandBy:
-    """The last time that a plan put the process to stand by."""
+    """Last time that a plan made the process stand by."""
 
     process: Incarnation
-    #: For so long, and until then (Unix time), it is called no better, whatever it measures alone.
+    #: Length and end (Unix time) of the period in which its rate is not raised, even if it seems
+    #: better alone.
     seconds: float
     until: float
-    #: Unix time since when its rate is better, or since it has a part in a plan because of that;
-    #: 0: it is not.
+    #: Unix time at which its rate got better, or it joined a plan because of that; 0: neither.
     better_at: float = 0.0
 
     def better(self, unix: float) -> "StandBy":

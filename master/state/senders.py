@@ -1,10 +1,10 @@
-"""Decides which of an agent's words count.
+"""Permissions of agents: which of their reports count.
 
-An agent speaks for the processes of its own node, and only of what a plan lets them do. A process
-is known by its incarnation, which its agent makes, tells the master alone, and nobody can guess. So
-whoever names the incarnation that a plan counts on in one of its slots speaks for that process.
+An agent speaks for the processes of its own node, and only about their part in a plan. A process is
+known by its incarnation, a random id that its agent makes and sends to the master alone. So an
+agent that names the incarnation of a plan's process speaks for that process.
 
-`why_refused` holds the table: kind of report -> who may send it, and what it may say. Pure.
+`why_refused` holds the table: kind of report -> permitted senders and content. Pure.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -30,13 +30,13 @@ from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.job import Job
 from oobleck.proto.types import Hung, NodeStatus, WorkerExited, WorkerReport, WorkerStatus
 
-#: A node whose words about lost peers steps have refuted so often is not believed any more.
+#: Refuted reports of lost peers after which a node is no longer believed.
 MOST_UNTRUE = 3
 
 
 def why_refused(state: ClusterState, node: NodeName, report: WorkerReport) -> str:
-    """Return why the report of that node's agent does not count, in words that are the same for
-    all reports of the kind; empty: it counts."""
+    """Return why the report of that node's agent is refused; empty: it counts. The text is the same
+    for all reports of the kind."""
     job, worker = state.jobs[report.job_id], WorkerId(node, report.slot)
     kind = _KINDS[type(report.what)]
     if not kind.sender(job, worker, report.incarnation):
@@ -51,27 +51,27 @@ def why_refused(state: ClusterState, node: NodeName, report: WorkerReport) -> st
 
 
 def has_part(state: ClusterState, node: NodeName, job_id: JobId) -> bool:
-    """Return whether the node has, or not long ago had, workers of that job by the master's word:
-    so there may be output of theirs."""
+    """Return whether, by the master's own state, the node has or recently had workers of that job.
+    Then there may be output of these workers."""
     job, known = state.jobs[job_id], state.nodes[node]
     return known.desired.job_id == job_id or node in job.left_out or node in _planned(job)
 
 
 def tellers(job: Job, generation: Generation) -> frozenset[NodeName] | None:
-    """Return the nodes whose workers commit the steps of that generation; None: it is not known."""
+    """Return the nodes whose workers commit the steps of that generation; None: it is unknown."""
     if generation < 1 or generation > job.newest_known:
         return None
     for plan in _plans(job):
         if plan.generation == generation:
             return frozenset(plan.nodes)
-    # Long ago: an agent that was away hands over what it kept.
+    # Long ago: an agent that was away hands over its old records.
     return _planned(job)
 
 
 def believed(state: ClusterState, node: NodeName, status: NodeStatus) -> NodeStatus:
-    """Return the status without processes that a plan counts on in another place, without what it
-    claims for those that no plan has a part for, and without steps and generations that cannot
-    be."""
+    """Return the status with only credible claims. It lacks processes that a plan counts on in
+    another place. Processes without a part in a plan, and impossible steps and generations, lose
+    their progress."""
     job = state.jobs.get(status.job_id) if status.job_id is not None else None
     if job is None or not status.workers:
         return status
@@ -84,8 +84,8 @@ def believed(state: ClusterState, node: NodeName, status: NodeStatus) -> NodeSta
 
 
 def is_member(job: Job, worker: WorkerId, process: Incarnation) -> bool:
-    """Return whether a plan counts on the process in that place: the newest one, the one that was
-    last trained in, or, until a step is committed in the newest, one that takes it out."""
+    """Return whether a plan counts on the process in that place. The plan is the newest one, the
+    one last trained in, or, before its first step, one that takes the process out."""
     current, trained = job.current, job.current.trained
     if process in (current.processes().get(worker), current.leaving_processes().get(worker)):
         return True
@@ -94,30 +94,30 @@ def is_member(job: Job, worker: WorkerId, process: Incarnation) -> bool:
     return (worker, process) in zip(trained.plan.workers, trained.incarnations, strict=True)
 
 
-# ---- who may send it
+# ---- permitted senders
 
 
 def _is_no_others(job: Job, worker: WorkerId, process: Incarnation) -> bool:
-    """Return whether no plan has it in another place, whose agent speaks for it."""
+    """Return whether no plan has the process in another place, whose agent would speak for it."""
     counted = job.current.processes(), job.current.leaving_processes()
     own = any(places.get(worker) == process for places in counted)
     return own or all(process not in places.values() for places in counted)
 
 
 def _was_member(job: Job, worker: WorkerId, process: Incarnation) -> bool:
-    """Return whether a plan has it or had it: what it has saved outlives its part in a plan."""
+    """Return whether a plan has or had the process: its checkpoints outlive its part in a plan."""
     return is_member(job, worker, process) or process in job.lineage.replaced
 
 
 def _publishes(job: Job, worker: WorkerId, process: Incarnation) -> bool:
-    """Return whether it is or was the first of a plan, which writes a checkpoint's manifest, maybe
-    long after the plan."""
+    """Return whether the process is or was the first of a plan. That one writes a checkpoint's
+    manifest, maybe long after the plan."""
     first = any(plan.workers[0] == worker for plan in _plans(job))
     return bool(job.lineage.replaced.get(process)) or (first and _was_member(job, worker, process))
 
 
 def _was_asked(job: Job, worker: WorkerId, process: Incarnation) -> bool:
-    """Return whether the newest attempt at measuring asks it, or it stands by."""
+    """Return whether the process stands by, or is asked by the newest attempt at measuring."""
     measuring, slow = job.profiling.under_way, job.slow.get(worker)
     if measuring is not None and (worker, process) in measuring.workers:
         return True
@@ -134,7 +134,7 @@ _WANTED: Mapping[Sender, str] = {
 }
 
 
-# ---- what it may say
+# ---- permitted content
 
 
 def _anything(job: Job, what: Any) -> bool:
@@ -243,6 +243,6 @@ def _believed(job: Job, node: NodeName, worker: WorkerStatus) -> WorkerStatus:
 
 
 def _has_entered(job: Job, place: WorkerId, worker: WorkerStatus) -> bool:
-    """Return whether a plan that is kept has that place: its processes are not known any more."""
+    """Return whether a kept plan has that place: its processes are no longer known."""
     plan = job.lineage.plans.get(worker.generation)
     return plan is not None and place in plan.workers

@@ -2,7 +2,7 @@
 
 Pure. Called before the event changes the state, so that a slowdown and its line in events.jsonl
 follow from the event alone. A rate is forgotten with its process. Must not know how a worker is
-found slow, nor how events.jsonl tells of it.
+found slow, nor how events.jsonl describes it.
 """
 
 from collections.abc import Callable
@@ -38,21 +38,22 @@ from oobleck.master.state.incident import (
 )
 from oobleck.master.state.job import Job
 
-#: Whether a worker's process is gone, or about to go.
+#: Returns whether a worker's process is gone, or about to end.
 Gone = Callable[[WorkerId, Incarnation], bool]
-#: Of plans that answer how fast workers are.
+#: Causes of plans that answer changed rates.
 _CAUSES: tuple[Cause, ...] = ("worker slow", "worker well")
 
 
 def concerned_job(state: ClusterState, event: Journaled) -> Job | None:
-    """The job whose workers' paces `event` may change: if it names none, the one with the turn."""
+    """Return the job whose workers' paces `event` may change: the named one, else the active
+    one."""
     named: JobId | None = getattr(event, "job_id", None)
     job_id = named if named is not None else state.active
     return state.jobs.get(job_id) if job_id is not None else None
 
 
 def slow_after(state: ClusterState, job: Job, event: Journaled) -> dict[WorkerId, RateChanged]:
-    """The slow workers of `job`, which `event` concerns."""
+    """Return the slow workers of `job`, which `event` concerns."""
     if isinstance(event, RateChanged):
         if event.rate < 1:
             return {**job.slow, event.worker: event}
@@ -98,8 +99,8 @@ def gone_with(state: ClusterState, event: Journaled) -> Gone:
 def slowdown_after(
     state: ClusterState, event: Journaled, unix: float
 ) -> tuple[Job, Slowdown] | None:
-    """The job that `event` is about and its slowdown with what the event adds, which may be over
-    with it; None: there is none."""
+    """Return the job that `event` is about, and its slowdown with the event's addition, which may
+    end it; None: there is none."""
     job = concerned_job(state, event)
     if job is None or (job.slowdown is None and not isinstance(event, RateChanged)):
         return None

@@ -1,7 +1,7 @@
 """Trust: tokens that were made, certificates given out and revoked.
 
-Part of the journaled state, and the rules about it. Times are Unix times, since certificates say
-theirs that way. Nothing secret is kept: of a token there is the SHA-256 of its certificate. Pure.
+Part of the journaled state, and the rules about it. Times are Unix times, as in certificates. No
+secret is kept: a token is known by the SHA-256 of its certificate. Pure.
 """
 
 from collections.abc import Callable
@@ -23,38 +23,38 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Holder = tuple[Role, str]
 
-#: Tokens that are good at one time; more are a mistake.
+#: Most tokens valid at one time; more are a mistake.
 MOST_TOKENS = 10_000
-#: Holders with certificates.
+#: Most holders with certificates.
 MOST_HOLDERS = 100_000
-#: From one certificate of a holder to the next; where they live short, a part of their life.
+#: Least interval between certificates of a holder; for short-lived ones, a part of their life.
 RENEWALS_APART_S = 60.0
 RENEWALS_APART_PART = 1 / 50
-#: Of a fingerprint, to name its token.
+#: Fewest characters of a fingerprint that name its token.
 _FEWEST_CHARACTERS = 6
 
 
 class Denied(Exception):
-    """The text says why, and the fix."""
+    """Refusal; the text gives the reason and the fix."""
 
 
 class TooSoon(Denied):
-    """The same may be asked for again later."""
+    """Refusal of a request that may be repeated later."""
 
 
 class StillFresh(TooSoon):
-    """... and the caller's certificate is not older than that."""
+    """Refusal of a renewal, since the caller's certificate is still fresh."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Token:
-    #: Who asked for it.
+    #: Holder that asked for it.
     maker: Holder
     role: Role
     #: The only name that may join by it; empty: any that is free.
     name: str
     expires_at: float
-    #: SHA-256 of the key that has joined by it, and the name; empty: nobody has.
+    #: SHA-256 of the key that has joined by it, and the name; empty: none has.
     key: str = ""
     joined: str = ""
 
@@ -65,7 +65,7 @@ class Given:
 
     at: float
     expires_at: float
-    #: Who made the token that the holder joined by; None: it was not given by this master.
+    #: Maker of the token by which the holder joined; None: this master did not issue it.
     by: Holder | None = None
 
 
@@ -74,11 +74,11 @@ class Trust:
     #: By fingerprint.
     tokens: dict[str, Token] = field(default_factory=dict)
     given: dict[Holder, Given] = field(default_factory=dict)
-    #: What was given out up to this time is void.
+    #: Certificates issued up to this time are void.
     revoked: dict[Holder, float] = field(default_factory=dict)
 
 
-#: From what is trusted and the Unix time to the answer and what, if anything, is to be journaled.
+#: Function of the trust and the Unix time. Returns the event to journal, if any, and the answer.
 #: Raises Denied.
 Decide = Callable[[Trust, float], tuple[TrustChanged | None, T]]
 
@@ -102,7 +102,7 @@ def apply(trust: Trust, event: TrustChanged, unix: float) -> None:
             trust.given[event.role, event.name] = Given(at=unix, expires_at=event.expires_at, by=by)
         case CredentialsRevoked():
             holder = event.role, event.name
-            # A clock may have been put back since the certificate was made.
+            # The clock may have been set back since the certificate was made.
             given, before_at = trust.given.get(holder), trust.revoked.get(holder, unix)
             trust.revoked[holder] = max(unix, given.at if given is not None else unix, before_at)
             for ended in [f for f, token in trust.tokens.items() if _ends_with(token, holder)]:
@@ -117,7 +117,7 @@ def _ends_with(token: Token, holder: Holder) -> bool:
 
 
 def check_new_token(trust: Trust, unix: float) -> None:
-    """Raises Denied."""
+    """Check that another token may be made. Raises Denied."""
     if sum(token.expires_at >= unix for token in trust.tokens.values()) >= MOST_TOKENS:
         raise Denied(f"there are {MOST_TOKENS} tokens already; revoke some, or wait")
 
@@ -126,8 +126,8 @@ def check_caller(trust: Trust, who: "Identity", unix: float) -> None:
     """Check that the caller's certificate is neither revoked nor expired. Revoked tokens are found
     on joining. Raises Denied.
 
-    Called when a call comes, and again in the iteration that decides on it, since the caller may be
-    revoked between the two.
+    Called when a call arrives, and again in the iteration that decides on it, since the caller may
+    be revoked between the two.
     """
     if was_revoked(trust, who):
         raise Denied(f"the certificate of {who.role} {who.name} was revoked; join anew by a token")
@@ -141,7 +141,8 @@ def was_revoked(trust: Trust, who: "Identity") -> bool:
 
 
 def check_renewal(trust: Trust, who: "Identity", life_s: float, unix: float) -> None:
-    """Raises Denied. `who`: as the caller's certificate says; `life_s`: of certificates."""
+    """Check that the caller may renew its certificate. Raises Denied. `who`: the certificate's
+    identity; `life_s`: validity of certificates."""
     given = trust.given.get((who.role, who.name))
     apart_s = min(RENEWALS_APART_S, RENEWALS_APART_PART * life_s)
     if given is None or not 0 <= (age_s := unix - given.at) < apart_s:
@@ -154,9 +155,10 @@ def check_renewal(trust: Trust, who: "Identity", life_s: float, unix: float) -> 
 
 
 def check_join(trust: Trust, fingerprint: str, key: str, name: str, unix: float) -> Role:
-    """The role with which the holder of the token may join as `name`. Raises Denied.
+    """Return the role with which the holder of the token may join as `name`. Raises Denied.
 
-    `key`: digest of the joiner's key. One key may ask again, since its answer may have been lost.
+    `key`: digest of the joiner's key. The same key may ask again, since its answer may have been
+    lost.
     """
     token = trust.tokens.get(fingerprint)
     if token is None or token.expires_at < unix:
@@ -179,14 +181,14 @@ def check_join(trust: Trust, fingerprint: str, key: str, name: str, unix: float)
 
 
 def joined_by(trust: Trust, fingerprint: str, unix: float) -> Given | None:
-    """Return the certificate given out for the token, if it is still good; None: there is none."""
+    """Return the certificate issued for the token, if it is still valid; None: there is none."""
     token = trust.tokens[fingerprint]
     given = trust.given.get((token.role, token.joined)) if token.key else None
     return given if given is not None and given.expires_at > unix else None
 
 
 def is_held(trust: Trust, holder: Holder, unix: float) -> bool:
-    """Return whether a certificate given to `holder` may still be good."""
+    """Return whether a certificate issued to `holder` may still be valid."""
     given = trust.given.get(holder)
     return given is not None and given.expires_at > unix and not is_revoked(trust, holder)
 
@@ -199,6 +201,7 @@ def is_revoked(trust: Trust, holder: Holder) -> bool:
 
 
 def find_token(trust: Trust, beginning: str) -> str | None:
-    """The fingerprint that begins so, if it is one alone and enough is given to be sure."""
+    """Return the only fingerprint with this beginning; None: none, several, or the beginning is too
+    short."""
     found = [f for f in trust.tokens if f.startswith(beginning)]
     return found[0] if len(found) == 1 and len(beginning) >= _FEWEST_CHARACTERS else None

@@ -1,8 +1,7 @@
 """Invariants of the master's state, each sentence beside its check.
 
-A state that breaks one of them follows from no history that the rules allow: whatever would be
-decided on it is wrong, so `oobleck-master --validate` ends rather than go on. Pure; looks at
-everything and changes nothing.
+A state that breaks one of them follows from no history that the rules allow. Any decision on it
+would be wrong, so `oobleck-master --validate` ends. Pure; looks at everything and changes nothing.
 """
 
 from collections import Counter
@@ -18,23 +17,23 @@ from oobleck.master.state.job import ENDED, CurrentPlan, Job, Loss
 from oobleck.master.state.node import Node
 
 T = TypeVar("T")
-#: A sentence, and whether it holds of one thing in a state.
+#: Sentence, and whether it holds for one part of a state.
 Invariant = tuple[str, Callable[[ClusterState, T], bool]]
 
 
 class InvariantViolation(Exception):
-    """A sentence that always holds does not."""
+    """Violation of an invariant; the text is its sentence."""
 
     def __init__(self, sentence: str, subject: str) -> None:
         super().__init__(f"{subject} breaks an invariant: {sentence}")
         self.sentence, self.subject = sentence, subject
-        #: What led there, in words, the newest last; whoever keeps the events fills it in.
+        #: The last events as text, the newest last; filled in by the owner of the events.
         self.last_events: tuple[str, ...] = ()
 
 
 def validate(state: ClusterState, known: Collection[str] = ()) -> None:
-    """Raises InvariantViolation with the first sentence that does not hold, but for those `known`:
-    the texts of violations that were there before."""
+    """Check all invariants. Raises InvariantViolation with the first one that does not hold, except
+    the `known` texts of earlier violations."""
     for violation in violations(state):
         if str(violation) not in known:
             raise violation
@@ -79,7 +78,7 @@ def _has_its_members(current: CurrentPlan) -> bool:
 
 
 def _nodes_of_plan(job: Job) -> set[NodeName]:
-    """Nodes that the newest plan has or takes out, lost or not."""
+    """Return the nodes that the newest plan has or takes out, lost or not."""
     if job.current.made is None:
         return set()
     return {*job.current.made.plan.nodes, *(worker.node for worker in job.current.made.leaving)}
@@ -145,7 +144,7 @@ def _counts_progress(job: Job) -> bool:
 
 
 def _desires(state: ClusterState, node: Node) -> bool:
-    """A node does what the active job wants of it."""
+    """Return whether the node's desired state is what the active job wants."""
     desired, job = node.desired, state.job
     if job is None or desired.job_id is None:
         nothing = desired.generation is None and not desired.attempt and not desired.alone

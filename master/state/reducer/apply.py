@@ -1,9 +1,9 @@
 """Application of events to the state: the only way to write to a `ClusterState`.
 
-Owns the order of an event's effects. Incidents and the ends of slow processes come first, while the
-state is as it was before. The event itself follows, by its subject, and then what is desired of the
-nodes (`Node.desired`). The desired state of one node depends on the active job and on that node
-alone, so an event that changes nothing of the job updates its own node only.
+Owns the order of an event's effects. Incidents and the ends of slow processes are first, in the
+state before the event. The event itself follows, by its subject, and then the nodes' desired states
+(`Node.desired`). The desired state of a node depends on the active job and on that node alone. So
+an event that does not change the job updates only its own node.
 """
 
 from collections.abc import Iterable
@@ -37,10 +37,10 @@ from oobleck.master.state.slowdowns import slowdown_after
 
 
 def follow(state: ClusterState, event: Journaled, now: float, unix: float) -> None:
-    """Bring what is desired of the nodes in line after `event`; a change gets a newer version.
+    """Update the nodes' desired states after `event`; a change gets a newer version.
 
-    Versions follow the calendar, so that they grow even where a journal was lost. An event of a
-    node changes it for that node alone, unless what the job asks of all nodes changes with it.
+    Versions follow the calendar, so that they grow even where a journal was lost. A node's event
+    changes only that node's desired state, unless it changes the job's demands on all nodes.
     """
     if isinstance(event, TrustChanged):
         return
@@ -55,13 +55,13 @@ def follow(state: ClusterState, event: Journaled, now: float, unix: float) -> No
 
 
 def _members(state: ClusterState) -> set[NodeName]:
-    """Nodes that the newest plan has, or still needs."""
+    """Return the nodes that the newest plan has, or still needs."""
     job = state.job
     return set() if job is None else {*job.current.members, *job.current.leaving}
 
 
 def _asked_of_all(state: ClusterState) -> tuple[int | None, Build]:
-    """Workers per node, and the build, that the job which has its turn asks for."""
+    """Return the workers per node, and the build, that the active job asks for."""
     job = state.job
     return (None, Build()) if job is None else (state.worker_slots(job), state.required_build(job))
 
@@ -114,13 +114,13 @@ def _wanted(state: ClusterState, node: Node, member: bool) -> Desired:
 
 
 def _may_be_asked(node: Node, job: Job) -> bool:
-    """Return whether the job may still need what the node's workers hold."""
+    """Return whether the job may still need the node's layers."""
     return any(node.facts.node in plan.nodes for plan in job.lineage.plans.values())
 
 
 def _keeps_state(node: Node, job: Job) -> bool:
-    """Return whether a node in quarantine keeps its workers, since what they hold may be asked for
-    until a step is committed without it."""
+    """Return whether a node in quarantine keeps its workers. Their layers may be needed until a
+    step is committed without it."""
     name = node.facts.node
     return (
         node.registered
@@ -139,8 +139,8 @@ def next_version(node: Node, unix: float) -> int:
 
 
 def apply(state: ClusterState, event: Event, *, now: float, unix: float) -> bool:
-    """Change `state` by `event`, which came at `now` (this process's clock) and `unix` (the
-    calendar's). Returns whether anything changed that a decision could depend on."""
+    """Change `state` by `event`, which arrived at `now` (this process's clock) and `unix` (the
+    calendar's). Return whether anything changed that a decision could depend on."""
     if isinstance(event, Observed):
         return observe(state, event, now)
     state.sequence += 1
@@ -179,7 +179,7 @@ def _follow_slowdown(state: ClusterState, event: Journaled, unix: float) -> None
 
 
 def _note_last(job: Job, number: int, summary: str, unix: float) -> None:
-    """A failure that began in a slowdown is newer, whichever ends first."""
+    """Note the last incident. A failure that began in a slowdown is newer, whichever ends first."""
     if job.last_incident is None or number > job.last_incident.number:
         job.last_incident = LastIncident(number=number, at=unix, summary=summary)
 
@@ -242,7 +242,7 @@ def _observe_anew(state: ClusterState, now: float, unix: float) -> None:
 
 
 def _distrust(state: ClusterState, unix: float) -> None:
-    """The events that are gone may have been acted on, with newer versions than are known."""
+    """Raise the nodes' versions, since the lost events may have been acted on with newer ones."""
     for node in state.nodes.values():
         node.desired = replace(node.desired, version=next_version(node, unix))
     for job in state.jobs.values():

@@ -1,7 +1,7 @@
 """Application of events of jobs and of their plans, except losses.
 
-What a job loses is in `oobleck.master.state.reducer.apply_nodes`. Must not know how plans are made,
-nor what losses they answer.
+Losses are in `oobleck.master.state.reducer.apply_nodes`. Must not know how plans are made, nor what
+losses they answer.
 """
 
 from collections.abc import Mapping
@@ -102,7 +102,7 @@ def _note_rate(state: ClusterState, job: Job, event: RateChanged, now: float, un
 
 
 def _adopt(state: ClusterState, event: JobAdopted, now: float, unix: float) -> None:
-    """The job has been trained, so what is observed of it counts as after a restart."""
+    """Add an adopted job. It has been trained, so observations of it count as after a restart."""
     state.jobs[event.job_id] = Job(
         id=event.job_id,
         request_id=event.request_id,
@@ -150,7 +150,7 @@ def _note_save(
 ) -> None:
     match event:
         case CheckpointPublished():
-            # One that was saved before may be told of later, by an agent that was away.
+            # An earlier checkpoint may be reported later, by an agent that was away.
             if _is_newest(job, event.saved.step):
                 job.saves.checkpoint, job.saves.failure = event.saved, ""
                 job.saves.checkpoint_at = unix
@@ -175,8 +175,8 @@ def _note_save(
 
 
 def _is_newest(job: Job, step: int) -> bool:
-    """Return whether a checkpoint after `step` replaces the newest one. That is also so where the
-    job has gone back to a step before the newest one's."""
+    """Return whether a checkpoint after `step` replaces the newest one. It also does if the job has
+    returned to a step before the newest one's."""
     newest, restored = job.saves.checkpoint, job.rollback.restored
     if newest is None or step >= newest.step:
         return True
@@ -217,7 +217,7 @@ def _take_turn(
 
 
 def _release(state: ClusterState, job_id: JobId) -> list[Node]:
-    """Hold no more, and return, the nodes that train a job which waited in the queue."""
+    """Release and return the nodes that were held for a queued job."""
     nodes = [node for node in state.held.get(job_id, []) if node.held and node.held.queued]
     for node in nodes:
         node.held = None
@@ -236,8 +236,8 @@ def _measure(job: Job, event: MeasuringStarted | ProfileChosen, now: float) -> N
 
 
 def _forget_what_led_there(job: Job) -> None:
-    """Only the last plan and what came of the job is asked for later; of a thousand nodes all else
-    would take more than a megabyte for each job that is known."""
+    """Forget an ended job's history except its last plan and results. For a thousand nodes the rest
+    would take more than a megabyte per known job."""
     job.lineage.before, job.lineage.plans = None, {}
     job.current.base = job.current.trained_base = None
     seen = job.seen
@@ -292,7 +292,7 @@ def _make_plan(job: Job, event: PlanMade, now: float, unix: float) -> None:
     loss = seen.loss or LossSeen(now - event.detect_s, now)
     job.current.waited_s = max(0.0, unix - job.waiting_since) if job.waiting_since else 0.0
     job.waiting_since = 0.0
-    seen.timeline = None  # of one that is adopted, others have seen the way
+    seen.timeline = None  # of an adopted plan, this master has not seen the way
     if event.rule != "adopt":
         seen.timeline = RecoveryTimeline(
             evidence_at=loss.evidence_at,
@@ -330,19 +330,19 @@ def _make_plan(job: Job, event: PlanMade, now: float, unix: float) -> None:
 
 
 def _base(job: Job, event: PlanMade) -> Plan | None:
-    """`event` is the plan that follows `job.current.made`."""
+    """Return the base of the plan in `event`, which follows `job.current.made`."""
     before, base = job.current.made, job.current.base
     if event.passes_over:
         before, base = job.current.trained, job.current.trained_base
     if event.is_base or (adds_holders(event.policy) and base is None):
         return None
     if event.rule == "adopt" or before is None:
-        return pipelines_within(event.plan)  # the journal lacks what it came from
+        return pipelines_within(event.plan)  # the journal lacks its base
     return base or before.plan
 
 
 def _note_replaced(job: Job, event: PlanMade) -> None:
-    """`event` is the plan that follows `job.current.made`."""
+    """Note the processes that the plan in `event` replaces; it follows `job.current.made`."""
     before = job.current.made.incarnations if job.current.made is not None else ()
     job.lineage.replaced |= {process: rank == 0 for rank, process in enumerate(before)}
     for process in event.incarnations:
@@ -356,7 +356,8 @@ def _step(state: ClusterState, job: Job, event: FirstStepCommitted, unix: float)
     for node in job.current.members:
         job.seen.faults.stillborn.pop(node, None)
     job.lineage.plans = {g: plan for g, plan in job.lineage.plans.items() if g >= event.generation}
-    # Whatever they have reported by now: a step is committed by all or by none.
+    # All have entered it, even if not all have reported that: a step is committed by all or by
+    # none.
     entered = dict.fromkeys(job.current.processes().values(), frozenset({event.generation}))
     for process, before in job.seen.processes.entered.items():
         entered[process] = entered.get(process, frozenset()) | (before & job.lineage.plans.keys())

@@ -1,9 +1,9 @@
-"""Application of events of nodes: membership in the cluster, what a job loses with a node, and what
-keeps a healthy node out of plans.
+"""Application of events of nodes: membership in the cluster, losses of jobs, and exclusions of
+healthy nodes from plans.
 
 A drained node stays connected and idle until an operator undrains it, over restarts of its agent
-and of the master. A drain that is the agent's own wish, because it was told to end, ends with it.
-Must not know when work can move off a node: `oobleck.master.rules.draining` decides that.
+and of the master. An agent's own drain, because it was ordered to end, ends with the agent. Must
+not know when work can move off a node: `oobleck.master.rules.draining` decides that.
 """
 
 from dataclasses import replace
@@ -36,7 +36,7 @@ from oobleck.master.state.job_states import lose
 from oobleck.master.state.node import WINDOW_S, Drain, Failures, Held, Node, NodeSeen
 from oobleck.proto.types import NodeFacts
 
-#: A quarantine so long after the last one is the first one again.
+#: Time after the last quarantine from which the next counts as the first one again.
 FORGET_S = 3600.0
 
 
@@ -76,7 +76,7 @@ def apply(state: ClusterState, event: NodeEvent, now: float, unix: float) -> Non
 
 
 def end_unknown(state: ClusterState, event: UnknownJobEnded) -> None:
-    """Have the workers of a job that is not known be stale, so that they end."""
+    """Mark the workers of an unknown job as stale, so that they end."""
     for name in event.nodes:
         node = state.nodes[name]
         if node.held is not None and node.held.job_id == event.job_id:
@@ -84,7 +84,7 @@ def end_unknown(state: ClusterState, event: UnknownJobEnded) -> None:
 
 
 def restarted(node: Node, now: float, unix: float) -> None:
-    """Another master process goes on, and knows nothing but what is journaled."""
+    """Reset observations of the node, since another master process knows only the journal."""
     node.seen = NodeSeen(last_heard=now, awaited=True)
     if not node.registered:
         node.seen.lost_at = now - max(0.0, unix - node.lost_at)
@@ -115,13 +115,13 @@ def _register(state: ClusterState, event: NodeRegistered, now: float) -> None:
 
 
 def _note_emptied(state: ClusterState, name: NodeName) -> None:
-    """Workers end with their agent."""
+    """Note that the node's workers are gone, since they end with their agent."""
     if state.job is not None:
         state.job.lineage.emptied.add(name)
 
 
 def _take_back_loss(job: Job, event: NodeRegistered) -> None:
-    """The same agent is back before any plan was made without it."""
+    """Take back the node's loss: the same agent is back before any plan was made without it."""
     job.current.losses = tuple(
         loss
         for loss in job.current.losses
@@ -168,7 +168,7 @@ def _leave_out(job: Job, event: NodeLeftOut, now: float) -> None:
 
 
 def _reset(node: Node, job: Job, event: NodeReset, now: float) -> None:
-    """Give its work to the others, and it comes back as any node that was given up does."""
+    """Take the node's work away, for others to do; the node returns as any other lost one does."""
     lose(job, event, now, detect_s=event.detect_s)
     job.seen.since_step.stalls += 1
     node.stale_workers |= not event.keeps_workers
@@ -201,7 +201,7 @@ def _drain(state: ClusterState, event: DrainEvent, now: float, unix: float) -> N
 
 
 def _forgive(job: Job, node: NodeName) -> None:
-    """Clear all that the job holds against the node."""
+    """Clear all faults that the job counts against the node."""
     job.left_out.pop(node, None)
     job.seen.faults.unfit.pop(node, None)
     job.seen.faults.stillborn.pop(node, None)
@@ -240,7 +240,8 @@ def _note_request(state: ClusterState, request_id: str) -> None:
 
 
 def _wished(before: Drain | None, event: NodeDrainRequested) -> Drain:
-    """An operator's drain does not end with the agent, though the agent asks for it too."""
+    """Return the drain after a request. An operator's drain does not end with the agent, even if
+    the agent asks for it too."""
     by_agent = not event.request_id
     if before is None or before.by == "quarantine" or (before.by == "sickness" and event.force):
         by: Literal["operator", "agent", "sickness"] = "agent" if event.force else "sickness"

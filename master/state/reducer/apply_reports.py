@@ -1,8 +1,8 @@
 """Application of observed events to the `seen` part of the state: streams, time, and progress of
 nodes and jobs by statuses and records. Nothing here outlives the process.
 
-What workers say besides is `oobleck.master.state.reducer.worker_reports`'s. Must not know what want
-of progress leads to (`oobleck.master.rules.stalls`).
+Other reports of workers are in `oobleck.master.state.reducer.worker_reports`. Must not know what a
+lack of progress leads to (`oobleck.master.rules.stalls`).
 """
 
 from heapq import nlargest
@@ -39,12 +39,12 @@ from oobleck.master.state.reducer.worker_reports import (
 )
 from oobleck.proto.types import Assignment, NodeStatus, WorkerStatus
 
-#: A tick that is less late than this is not lateness.
+#: Least delay that counts as lateness, seconds.
 _LATE_S = 1e-3
 
 
 def observe(state: ClusterState, event: Observed, now: float) -> bool:
-    """Returns whether anything changed that a decision could depend on."""
+    """Note an observation, and return whether anything changed that a decision could depend on."""
     match event:
         case StreamOpened():
             _open(state, event, now)
@@ -151,7 +151,7 @@ def _take_status(state: ClusterState, node: Node, status: NodeStatus, now: float
     changed = _without_progress(status) != _without_progress(seen.status)
     before, seen.status = seen.status, status
     if seen.running is not None and seen.running.job_id != status.job_id:
-        seen.running = None  # it has been given something else since
+        seen.running = None  # it has a newer assignment since
     job = state.job
     ready = job is not None and state.is_ready(node, job)
     if ready != (seen.ready_at is not None):
@@ -162,7 +162,7 @@ def _take_status(state: ClusterState, node: Node, status: NodeStatus, now: float
             last = before.worker(worker.slot)
             if last is not None and last.incarnation == worker.incarnation:
                 _take_beats(job, last, worker, now)
-                # Who has lost a peer may have what nobody else has any more.
+                # A worker that has lost a peer may have the only copy of some state.
                 changed |= worker.stepped != last.stepped and bool(job.seen.peers_lost)
             changed |= _take_progress(state, job, node.facts.node, worker, now)
             changed |= _take_pace(job, node.facts.node, worker, now)
@@ -173,7 +173,8 @@ def _take_status(state: ClusterState, node: Node, status: NodeStatus, now: float
 
 
 def _without_progress(status: NodeStatus) -> tuple[object, ...]:
-    """The status without what changes with every heartbeat and decides nothing by itself."""
+    """Return the status without fields that change with every heartbeat and decide nothing by
+    themselves."""
     workers = ((w.slot, w.incarnation, w.card, w.generation, w.finished) for w in status.workers)
     node = (status.job_id, status.generation, status.leaving, status.trouble)
     return (*node, status.failed_starts, status.sick, *workers)
@@ -182,10 +183,11 @@ def _without_progress(status: NodeStatus) -> tuple[object, ...]:
 def _take_progress(
     state: ClusterState, job: Job, node: NodeName, worker: WorkerStatus, now: float
 ) -> bool:
-    """Returns whether it shows the first step of a generation that does known steps again."""
+    """Note a worker's progress. Return whether its generation, which does known steps again, has
+    committed its first one."""
     seen = job.seen
     if job.rollback.restored is not None and worker.generation < job.rollback.restored.generation:
-        return False  # how far it came before the others went back says nothing any more
+        return False  # its progress before the others went back is void
     if worker.finished and seen.processes.finished.get(worker.incarnation) != worker.generation:
         seen.processes.finished[worker.incarnation] = worker.generation
         note_progress(job, worker.generation, now)
@@ -198,7 +200,8 @@ def _take_progress(
 
 
 def _take_pace(job: Job, node: NodeName, status: WorkerStatus, now: float) -> bool:
-    """Only of steps in the newest generation, and of the processes that it counts on."""
+    """Note the pace of a process that the newest generation counts on, in that generation's
+    steps."""
     worker, generation = WorkerId(node, status.slot), job.current.generation
     processes = job.current.processes()
     if status.stepped != generation or processes.get(worker) != status.incarnation:
@@ -209,13 +212,14 @@ def _take_pace(job: Job, node: NodeName, status: WorkerStatus, now: float) -> bo
 
 
 def _take_beats(job: Job, before: WorkerStatus, worker: WorkerStatus, now: float) -> None:
-    """Note progress by completed instructions, which shows that a long step gets on."""
+    """Note progress by completed instructions, which shows that a long step advances."""
     if worker.beats != before.beats:
         note_progress(job, worker.generation, now)
 
 
 def _redoes(job: Job, worker: WorkerStatus) -> bool:
-    """Records of steps that were recorded before do not come again: statuses must tell of them."""
+    """Return whether a worker has done a recorded step again. Its record does not arrive again, so
+    statuses must show that."""
     step, seen = worker.committed_step, job.seen
     if not 0 <= step <= seen.steps.committed_step:
         return False
@@ -227,7 +231,7 @@ def _redoes(job: Job, worker: WorkerStatus) -> bool:
 
 
 def _take_records(job: Job, records: tuple[StepRecord, ...], now: float) -> None:
-    """`records` follow on those before."""
+    """Take `records`, which follow on the previous ones."""
     seen = job.seen
     for record in records:
         seen.steps.committed_step = record.step
@@ -252,8 +256,8 @@ def _take_records(job: Job, records: tuple[StepRecord, ...], now: float) -> None
 
 
 def _refute_losses(job: Job, record: StepRecord) -> None:
-    """Take back losses of peers that the step refutes: who has lost one takes part in no later
-    step, and without it nobody commits one."""
+    """Take back losses of peers that the step refutes. A worker that has lost one takes part in no
+    later step, and without it none is committed."""
     refuted = [
         worker
         for worker, (_, lost) in job.seen.peers_lost.items()
@@ -268,7 +272,8 @@ def _refute_losses(job: Job, record: StepRecord) -> None:
 def _note_claim(
     state: ClusterState, job: Job, node: NodeName, worker: WorkerStatus, now: float
 ) -> None:
-    """A step is committed by all or by none, so a second node tells of it too."""
+    """Note a committed step by a status. A step is committed by all or by none, so a second node
+    must report it too."""
     steps, step, stepped = job.seen.steps, worker.committed_step, worker.stepped
     if step <= steps.furthest_step:
         return
@@ -286,8 +291,8 @@ def _note_claim(
 
 
 def _others_can_tell(state: ClusterState, job: Job, node: NodeName) -> bool:
-    """A master that has just started may find others that have trained nothing since their own
-    start."""
+    """Return whether other nodes can confirm steps. A master that has just started may find others
+    that have trained nothing since their own start."""
     others = (name for name in job.current.members if name != node)
     if not job.seen.inherited:
         return any(others)
@@ -297,7 +302,7 @@ def _others_can_tell(state: ClusterState, job: Job, node: NodeName) -> bool:
 
 def _note_step(job: Job, step: int, generation: Generation, now: float) -> None:
     if job.rollback.restored is not None and generation < job.rollback.restored.generation:
-        return  # the state of then counts no more
+        return  # the state of that generation is void
     if step > job.seen.steps.furthest_step:
         job.seen.steps.furthest_step = step
         note_progress(job, generation, now)

@@ -1,8 +1,8 @@
 """Application of workers' reports, sent by their agents: exits, hangs, losses, failures, phases,
 checkpoints, measurements.
 
-Writes to what is `seen` of the job. What a process says that another one has replaced changes
-nothing. Must not know what is decided by it.
+Writes to the job's `seen` part. Reports of replaced processes change nothing. Must not know the
+decisions based on them.
 """
 
 import msgspec
@@ -31,7 +31,7 @@ Pair = tuple[NodeName, NodeName]
 
 
 def hear(state: ClusterState, event: WorkerReported, now: float) -> bool:
-    """Returns whether anything changed that a decision could depend on."""
+    """Note a report, and return whether anything changed that a decision could depend on."""
     job, counts = state.jobs[event.job_id], True
     match event.what:
         case WorkerExited() as exited:
@@ -50,7 +50,7 @@ def hear(state: ClusterState, event: WorkerReported, now: float) -> bool:
         case Measured() | LinkMeasured() as measured:
             counts = _take_measurement(job, event, measured)
         case Evaluated() | Restored():
-            pass  # are events of their own, once two nodes have told
+            pass  # are events of their own, once two nodes have reported
     if counts:
         state.nodes[event.worker.node].seen.hear(now)
     return counts
@@ -60,7 +60,7 @@ def _hear_exit(job: Job, event: WorkerReported, exited: WorkerExited, now: float
     if event.incarnation in job.seen.processes.exits:
         return False
     if _is_stale(job, event):
-        if job.current.on_the_way:  # it may be what the way is the answer to
+        if job.current.on_the_way:  # it may be the cause of the change under way
             evidence.note(job, event, now)
         return False
     job.seen.processes.exits[event.incarnation] = exited
@@ -97,9 +97,9 @@ def _hear_failure(job: Job, event: WorkerReported, failed: Failed, now: float) -
 
 
 def hear_save(job: Job, what: SaveReport, now: float) -> bool:
-    """Returns whether it is new."""
+    """Note a report on checkpoints, and return whether it is new."""
     if isinstance(what, SaveFailed):
-        job.seen.progressed_at = now  # it is tried again and again
+        job.seen.progressed_at = now  # it is tried repeatedly
     if job.knows(what) or what in job.seen.save_reports:
         return False
     job.seen.save_reports = (*job.seen.save_reports, what)[-KNOWN_REPORTS:]
@@ -120,7 +120,8 @@ def _hear_peer_lost(
 
 
 def _with_more(first: PeerLost, then: PeerLost) -> PeerLost:
-    """A worker's training and its links both tell, and not both of them know whom it misses."""
+    """Merge two reports of a worker. Its training and its links both report, and not both know the
+    missing peer."""
     return msgspec.structs.replace(
         first,
         unreached=tuple(sorted({*first.unreached, *then.unreached})),
@@ -129,7 +130,8 @@ def _with_more(first: PeerLost, then: PeerLost) -> PeerLost:
 
 
 def _take_measurement(job: Job, event: WorkerReported, found: Measured | LinkMeasured) -> bool:
-    """Only what the newest attempt asked for counts, and of the process that was asked."""
+    """Take a measurement of the newest attempt, from a process that was asked; return whether it
+    counts."""
     if isinstance(found, Measured) and found.alone_s is not None:
         told, pace = job.slow.get(event.worker), job.seen.pace
         if told is None or told.incarnation != event.incarnation:
@@ -148,9 +150,9 @@ def _take_measurement(job: Job, event: WorkerReported, found: Measured | LinkMea
 
 
 def _is_stale(job: Job, event: WorkerReported) -> bool:
-    """Return whether the report comes from a replaced process and changes nothing. A checkpoint
-    from such a process still counts if it is newer than all known ones. So does the first answer to
-    a request for one."""
+    """Return whether the report is from a replaced process and changes nothing. A checkpoint from
+    such a process still counts if it is newer than all known ones. So does the first answer to a
+    request for one."""
     if not job.is_replaced(event.worker, event.incarnation):
         return False
     if isinstance(event.what, CheckpointSaved | SaveFailed):
@@ -162,7 +164,7 @@ def _is_stale(job: Job, event: WorkerReported) -> bool:
 
 
 def _note_no_way(state: ClusterState, job: Job, worker: WorkerId, lost: PeerLost) -> None:
-    """Keep to whom `worker` says that there is no way, if it does."""
+    """Note the nodes that `worker` reports as unreachable, if any."""
     if lost.generation != job.current.generation or not (lost.host_unreached or lost.unreached):
         return
     if (host := rendezvous_host(state, job)) is None:
@@ -178,12 +180,12 @@ def ordered(a: NodeName, b: NodeName) -> Pair:
 
 
 def rendezvous_host(state: ClusterState, job: Job) -> NodeName | None:
-    """The node at which the newest generation meets."""
+    """Return the node that hosts the newest generation's rendezvous; None: it is unknown."""
     if job.current.made is None:
         return None
     card = job.current.made.rendezvous.host
     for name in job.current.members:
-        node = state.nodes.get(name)  # one of a job that has ended may be forgotten
+        node = state.nodes.get(name)  # a node of an ended job may be forgotten
         if node and any(worker.card == card for worker in node.seen.status.workers):
             return name
     return None
@@ -193,14 +195,14 @@ def note_entered(job: Job, process: Incarnation, generation: Generation) -> None
     """Note that the process has entered the generation, by its own report or its node's status. A
     master that has just started did not get the report."""
     before = job.seen.processes.entered.get(process, frozenset())
-    # Where a plan is not known any more a step has been committed in a newer one.
+    # Where a plan is no longer known a step has been committed in a newer one.
     if generation in job.lineage.plans and generation not in before:
         job.seen.processes.entered[process] = before | {generation}
 
 
 def _note_received(job: Job, process: Incarnation, reached: PhaseReached) -> None:
     before = job.seen.processes.received.get(process)
-    # Where a plan is not known any more a step has been committed in a newer one.
+    # Where a plan is no longer known a step has been committed in a newer one.
     if reached.generation in job.lineage.plans and (
         before is None or before.generation <= reached.generation
     ):
@@ -226,7 +228,7 @@ def _take_phase(job: Job, worker: WorkerId, reached: PhaseReached, now: float) -
                 timeline.aborted_at = max(now, timeline.aborted_at or now)
             timeline.answered.add(worker)
         case "received":
-            pass  # is noted, also where it is of an older plan
+            pass  # is noted, even if it is of an older plan
         case "joined":
             timeline.joined_at = max(now, timeline.joined_at or now)
             timeline.joined[worker] = reached.committed_step or 0
@@ -243,7 +245,7 @@ def _take_phase(job: Job, worker: WorkerId, reached: PhaseReached, now: float) -
 
 def note_progress(job: Job, generation: Generation, now: float) -> None:
     """Note progress of the job, unless it is of an older generation. The newest one waits for that,
-    and does not get on by it."""
+    and does not advance by it."""
     if generation >= job.current.generation:
-        # A report may have waited for a session; what came meanwhile counts.
+        # A report may have waited for a session; progress since then counts.
         job.seen.progressed_at = max(now, job.seen.progressed_at or now)
