@@ -1,7 +1,11 @@
-"""`oobleck-master`: reads the flags, locks the state directory, serves until it is told to end.
+"""`oobleck-master`: reads the flags, locks the state directory, and serves until it is ended.
 
-Exit codes: 0 ended as told, 1 the state directory takes no more, 2 the flags or what they name
-cannot be used, 3 the state breaks an invariant (`--validate`), 6 standard output takes nothing.
+Exit codes:
+  0 ended by a signal
+  1 the state directory takes no more
+  2 the flags or what they name cannot be used
+  3 the state breaks an invariant (`--validate`)
+  6 standard output takes nothing
 """
 
 import asyncio
@@ -42,7 +46,7 @@ from oobleck.master.storage.journal import Journal, JournalUnusable
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
-#: Open files; with fewer the master can serve no cluster of a thousand nodes.
+#: Open files; with fewer the master cannot serve a cluster of a thousand nodes.
 _FEW_FILES = 4096
 
 
@@ -54,8 +58,8 @@ def choose_pki(
     insecure: bool,
     restored: Summary | None = None,
 ) -> Path | None:
-    """The authority's folder; None: in the clear. `restored`: a backup, which may bring one. Raises
-    ValueError with the flag and the fix."""
+    """Return the authority's folder; None: serve in the clear. `restored`: a backup, which may
+    bring an authority. Raises ValueError with the flag and the fix."""
     if insecure:
         if pki is not None:
             raise ValueError("--insecure and --pki exclude each other; leave one out")
@@ -75,7 +79,7 @@ def choose_pki(
 
 
 def choose_heads(listen: str, heads: str) -> tuple[str, ...]:
-    """Return the addresses that agents are told. Raises ValueError with the flag and the fix."""
+    """Return the addresses that agents are given. Raises ValueError with the flag and the fix."""
     if heads:
         return tuple(_read("--heads", split_addresses, heads))
     host, port = split_address(listen)
@@ -84,13 +88,14 @@ def choose_heads(listen: str, heads: str) -> tuple[str, ...]:
 
 
 def choose_retention(forget_nodes_after: str, keep_jobs: int) -> Retention:
-    """Raises ValueError with the flag and the fix."""
+    """Return the retention that the flags ask for. Raises ValueError with the flag and the fix."""
     node_s = _read("--forget-nodes-after", parse_seconds, forget_nodes_after)
     return Retention(node_s=node_s, ended_jobs=keep_jobs)
 
 
 def _read_backup(backups: Sequence[Path], state_dir: Path) -> Summary | None:
-    """Return what there is to restore into the state directory, or None. Raises Unusable."""
+    """Check the backup to restore into the state directory, and return its summary, if there is
+    one. Raises Unusable."""
     if len(backups) > 1:
         raise Unusable("--restore: is there more than once; name one backup")
     if not backups:
@@ -101,7 +106,7 @@ def _read_backup(backups: Sequence[Path], state_dir: Path) -> Summary | None:
 
 
 def _brings_authority(config: MasterConfig) -> bool:
-    """Return whether the master's authority is to come out of the backup."""
+    """Return whether the master's authority comes from the backup."""
     return (
         config.restored is not None
         and config.pki == config.state_dir / AUTHORITY
@@ -110,8 +115,7 @@ def _brings_authority(config: MasterConfig) -> bool:
 
 
 def _cluster_of(pki: Path | None) -> str:
-    """Return what identifies the cluster of an authority; empty: there is none. Raises
-    ValueError."""
+    """Return the identity of the authority's cluster; empty: there is none. Raises ValueError."""
     if pki is None:
         return ""
     from oobleck.master.api.pki_service import AuthorityFolder
@@ -124,7 +128,7 @@ def _fill(config: MasterConfig, backups: Sequence[Path]) -> None:
     if config.restored is None:
         check_started(config.state_dir)
         return
-    # Somebody may have come before this one had the lock.
+    # Another master may have used the directory before this one had the lock.
     check_target(config.state_dir, backups[0])
     own = _brings_authority(config)
     restore(backups[0], config.restored, config.state_dir, authority=own)
@@ -139,7 +143,7 @@ def _read(flag: str, read: Callable[[str], T], value: str) -> T:
 
 
 def _time_out_flags(function: F) -> F:
-    """Hidden flags that set single time-outs, for tests and drills."""
+    """Add hidden flags that set single time-outs, for tests and drills."""
     for field in reversed(fields(Detection)):
         flag = "--" + field.name.replace("_", "-")
         function = click.option(flag, field.name, type=float, hidden=True)(function)
@@ -333,7 +337,7 @@ def master(
         raise command.CommandFailed(str(error), 2) from error
     except StorageFailed as failed:
         raise command.CommandFailed(str(failed), 1) from failed
-    except command.OutputFailed as failed:  # also where a pipe's reader is gone: nobody was told
+    except command.OutputFailed as failed:  # also where a pipe's reader is gone: the output is lost
         raise command.CommandFailed(str(failed), command.NO_OUTPUT) from failed
     except InvariantViolation as violation:
         lines = [f"oobleck-master: {violation}; the last events:", *violation.last_events]

@@ -1,4 +1,4 @@
-"""The master's settings: one frozen object, built in `__main__` and passed down."""
+"""Settings of the master: one frozen object, built in `__main__` and passed down."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,9 +12,9 @@ class Unusable(Exception):
     flag and the fix."""
 
 
-#: A job that waits for nodes gives way after so many seconds.
+#: Seconds for which a job waits for nodes before it gives way.
 GIVES_WAY_S = 600.0
-#: A node that is just lost may be about to come back, seconds.
+#: A node that was just lost may be about to return, seconds.
 _LEAST_NODE_S = 60.0
 
 
@@ -22,9 +22,9 @@ _LEAST_NODE_S = 60.0
 class Retention:
     """Retention of lost nodes and ended jobs in the state; a job's files on disk are kept."""
 
-    #: A node that is lost for so long is forgotten, seconds.
+    #: Seconds after which a lost node is forgotten.
     node_s: float = 86_400.0
-    #: So many jobs that have ended are known.
+    #: Most ended jobs that are kept.
     ended_jobs: int = 200
 
     def __post_init__(self) -> None:
@@ -46,26 +46,26 @@ class MasterConfig:
     listen: str
     state_dir: Path
     timing: Detection
-    #: HOST:PORT of all heads of the cluster, as agents are told; none: nothing is known.
+    #: HOST:PORT of all heads of the cluster, sent to agents; none: unknown.
     heads: tuple[str, ...] = ()
     #: HOST:PORT of the page of metrics; None: there is none.
     metrics_listen: str | None = None
-    #: HOST:PORT where anybody may ask whether the master is well; None: nowhere.
+    #: HOST:PORT of the health check, open to all; None: there is none.
     health_listen: str | None = None
     #: Folder of the cluster's authority; None: the service is in the clear.
     pki: Path | None = None
     #: Identity of that authority; empty: there is none.
     cluster: str = ""
-    #: Identity of the state directory: a copy's is another one, and on another host too.
+    #: Identity of the state directory; a copy has another one, even on another host.
     place: str = ""
-    #: Of the certificates that agents, operators and viewers are given.
+    #: Validity of the certificates issued to agents, operators and viewers.
     certificate_life_s: float = 90 * 86_400.0
     retention: Retention = Retention()
-    #: After so many seconds a job that waits for nodes gives way, if it has a checkpoint.
+    #: Seconds for which a job with a checkpoint waits for nodes before it gives way.
     gives_way_s: float = GIVES_WAY_S
-    #: After every event, check what always holds of the state, and end where it does not.
+    #: Check the invariants of the state after every event, and end where one is broken.
     validate: bool = False
-    #: The backup that this start goes on from; None: the state directory is the master's own.
+    #: Backup that this start restores; None: the state directory is the master's own.
     restored: Summary | None = None
 
     @property

@@ -21,7 +21,7 @@ Handler = Callable[[float], None]
 
 
 class MasterEnded(Exception):
-    """The master ended before what was asked of it was on disk; ask the next one."""
+    """End of the master before the answer was on disk; ask the next master."""
 
 
 class Inbox:
@@ -34,16 +34,17 @@ class Inbox:
         self._of_operators: set[asyncio.Future[Any]] = set()
 
     def post(self, handle: Handler) -> None:
-        """Callers bound themselves how much of theirs may wait here."""
+        """Queue a handler. Callers bound the number of their own handlers here."""
         self._handlers.append((self._clock(), handle))
         self._arrived.set()
 
     async def ask(self, answer: Callable[[float], T], *, of_operator: bool = False) -> T:
-        """Raises MasterEnded, and what an operator's question is refused with (`refuse`)."""
+        """Queue `answer`, and return its result once that is on disk. Raises MasterEnded, and the
+        error with which operators are refused (`refuse`)."""
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
 
         def settle(value: T) -> None:
-            if not future.done():  # it is when the asking task was cancelled
+            if not future.done():  # the asking task was cancelled
                 future.set_result(value)
 
         def handle(arrived_at: float) -> None:
@@ -67,7 +68,7 @@ class Inbox:
                 future.set_exception(MasterEnded)
 
     def refuse(self, error: Exception) -> None:
-        """Operators who still wait get no other answer; what they asked may be done yet."""
+        """Fail all waiting operators' requests with `error`; they may still be carried out."""
         for future in self._of_operators:
             if not future.done():
                 future.set_exception(error)
@@ -88,7 +89,7 @@ class Inbox:
         return len(self._handlers)
 
     def handle(self, most: int | None) -> None:
-        """Call so many of them, the oldest first; None: all."""
+        """Call up to `most` handlers, the oldest first; None: all."""
         self._arrived.clear()
         there = len(self._handlers)
         for _ in range(there if most is None else min(there, most)):
@@ -105,7 +106,7 @@ class Inbox:
 
 
 class Turns:
-    """A gate that lets few through in each turn of the event loop."""
+    """Gate that lets few tasks through in each turn of the event loop."""
 
     def __init__(self, most: int = 4) -> None:
         self._gate = asyncio.Semaphore(most)
@@ -116,15 +117,15 @@ class Turns:
 
 
 class Changes:
-    """Wakes everyone who waits for the next change; take `next` before looking."""
+    """Signal of changes, for any number of waiting tasks; take `next` before looking."""
 
     def __init__(self) -> None:
         self.next = asyncio.Event()
-        #: Hundreds may wait, and what each of them makes of a change takes a while.
+        #: Hundreds of tasks may wait, and each takes a while to process a change.
         self._turns = Turns()
 
     async def after(self, changed: asyncio.Event) -> None:
-        """Return after that change, with few others at a time."""
+        """Return after the change, with few others at a time."""
         await changed.wait()
         await self._turns.take()
 
@@ -134,11 +135,11 @@ class Changes:
 
 
 class Records(msgspec.Struct, frozen=True, kw_only=True):
-    """Step records as an agent hands them over, in any order and again and again."""
+    """Step records from an agent, in any order, and repeatedly."""
 
     job_id: JobId
     records: tuple[StepRecord, ...]
-    #: The generation that has found them beside a checkpoint; 0: workers of the node made them.
+    #: Generation that found them beside a checkpoint; 0: workers of the node made them.
     restored_in: Generation = Generation(0)
 
 

@@ -1,9 +1,9 @@
-"""The owner of the state: takes what comes in, decides, puts it on disk, and tells the agents.
+"""Loop that owns the state: takes messages, decides, journals, and informs the agents.
 
-One task runs `Master.run`; nobody else writes to the state. Each iteration takes everything that
-has arrived, applies it, lets `reconcile` decide until nothing is left to decide, commits the
-journal, and only then lets the outside world see anything of it. Reading the state between
-iterations is safe for every task of the same event loop. Must not know gRPC.
+One task runs `Master.run`, the only writer of the state. Each iteration takes everything that has
+arrived, applies it, and lets `reconcile` decide until nothing is left to decide. Then it commits
+the journal, and only then makes the results visible outside. Reading the state between iterations
+is safe for every task of the same event loop. Must not know gRPC.
 """
 
 import asyncio
@@ -33,20 +33,20 @@ from oobleck.master.storage.journal import Journal
 from oobleck.master.storage.ledger import Ledger
 
 log = logging.getLogger(__name__)
-#: The loop looks at least this often, so that it notices when it is late.
+#: Longest interval between iterations, so that the loop notices its own delay.
 _TICK_S = 0.25
-#: After an iteration that took longer than the first, what comes in gathers for so many times as
-#: long, at most the last: a thousand nodes that enter a plan send thousands of messages within a
-#: second, and an iteration for every few of them would leave no time for anything else.
+#: After an iteration longer than the first, messages gather for a multiple of its duration, at most
+#: the last. A thousand nodes that enter a plan send thousands of messages within a second. An
+#: iteration for every few of them would leave no time for other tasks.
 _SHORT_ITERATION_S = 2e-3
 _REST_FACTOR = 2.0
 _LONGEST_REST_S = 20e-3
-#: Messages and questions of one iteration; the rest waits for the next, and others come in between.
+#: Most messages and questions handled per iteration, so that other tasks run between.
 _MOST_HANDLED = 200
-#: Decisions of one iteration; more would never end.
+#: Decisions per iteration; more would never end.
 _MOST_DECISIONS = 1000
 _MAY_BE_DONE = "what was asked may still be done once it can be written"
-#: Between two tries to write a journal that takes nothing.
+#: Interval between attempts to write a failing journal.
 _STUCK_S = 0.5
 
 
@@ -54,7 +54,7 @@ _STUCK_S = 0.5
 class Vitals:
     #: Iterations of the loop.
     iterations: Durations = field(default_factory=lambda: Durations(SHORT_S))
-    #: How often, and by how much in sum, it came too late to look.
+    #: Number of iterations that began late, and the sum of their delays.
     late_times: int = 0
     late_s: float = 0.0
 
@@ -67,7 +67,8 @@ class Master:
         environment: Environment | None = None,
         planner: Planner | None = None,
     ) -> None:
-        """`planner` makes the plans; None: the loop itself does, and hears nobody meanwhile.
+        """Load the state. `planner` makes the plans; None: the loop itself does, and handles no
+        messages meanwhile.
 
         Raises JournalUnusable, StorageFailed.
         """
@@ -79,7 +80,7 @@ class Master:
         self.vitals = Vitals()
         self.changes = Changes()
         self._ledger = Ledger(config, journal, self._environment)
-        #: Only to be read.
+        #: Read-only.
         self.state = self._ledger.state
         self.archive = self._ledger.archive
         self._inbox = Inbox(self.now)
@@ -105,7 +106,7 @@ class Master:
 
     @property
     def waiting(self) -> int:
-        """Messages and questions that no iteration has seen yet."""
+        """Number of messages and questions that no iteration has seen yet."""
         return self._inbox.waiting
 
     @property
@@ -114,21 +115,21 @@ class Master:
         return self._ledger.commits.read()
 
     def committed(self) -> int:
-        """Return the sequence of the last event on disk. Raises StorageFailed while none can be
-        written: files may be ahead of the journal then."""
+        """Return the sequence number of the last event on disk. Raises StorageFailed while none can
+        be written: files may be ahead of the journal then."""
         if self._ledger.stuck:
             raise StorageFailed(self.problem)
         return self._ledger.committed
 
     def watch(self, note: Callable[[ClusterState, Event], None]) -> None:
-        """Have `note` told of each event before it changes the state."""
+        """Call `note` with each event before it changes the state."""
         self._ledger.watch = note
 
     def close(self) -> None:
         self._inbox.close()
 
     async def run(self) -> None:
-        """Never returns; ends by cancellation or a broken invariant."""
+        """Run until cancelled, or until an invariant is broken."""
         looked_at, late_s = self.now(), 0.0
         while True:
             await self._iterate(looked_at, late_s)
@@ -143,18 +144,18 @@ class Master:
             late_s = looked_at - before - _TICK_S
 
     async def _rest(self, took_s: float) -> None:
-        """Between two iterations, all other tasks of the event loop run."""
+        """Let the other tasks of the event loop run between two iterations."""
         if self._inbox.waiting:
             await asyncio.sleep(0)
         elif took_s > _SHORT_ITERATION_S:
             await asyncio.sleep(min(_REST_FACTOR * took_s, _LONGEST_REST_S))
 
     async def _iterate(self, now: float, late_s: float) -> None:
-        """`now`: when it began; a pause in the middle of it counts for the next one. `late_s`: how
-        much later than it should have."""
+        """Run one iteration. `now`: its start; a pause in the middle of it counts for the next one.
+        `late_s`: its delay."""
         ledger = self._ledger
         self._inbox.handle(most=None if self._is_late(late_s) else _MOST_HANDLED)
-        # After what was stamped before a pause, and before anything is decided.
+        # After handling messages stamped before a pause, and before deciding anything.
         self._excuse(now, late_s)
         if self.archive.storage.look(self.now()):
             ledger.dirty = True
@@ -177,8 +178,8 @@ class Master:
         self._inbox.answer_all()
 
     async def _store(self) -> None:
-        """Have the journal on disk. Where it takes nothing, nobody is told anything until it does:
-        the master is late then, which convicts nobody."""
+        """Commit the journal. While it cannot be written, nothing is sent: the master is then late,
+        which counts against no node."""
         while not self._ledger.commit():
             if not self.archive.storage.give_way():
                 self._ledger.stuck = True
@@ -246,7 +247,7 @@ class Master:
                 gives_way_s=self.config.gives_way_s,
             )
         except Exception as error:
-            # One job that cannot be planned must not take the cluster along.
+            # One job that cannot be planned must not end the cluster.
             job = self.state.job
             if job is None:
                 raise

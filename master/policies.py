@@ -1,8 +1,8 @@
-"""Recovery policies, as far as the master must tell them apart.
+"""Recovery policies, as far as the master distinguishes them.
 
 Names of the planner's policies appear here and where plans are made
-(`oobleck.master.planning.solve`); rules ask by the purpose of a change. Which policy answers a
-loss, and when, is the planner's choice (`oobleck.planner.recovery.policies`).
+(`oobleck.master.planning.solve`); rules ask by the purpose of a change. The planner chooses which
+policy answers a loss, and when (`oobleck.planner.recovery.policies`).
 """
 
 from typing import Literal
@@ -10,15 +10,15 @@ from typing import Literal
 from oobleck.core.job.spec import JobSpec, RecoveryPolicy
 from oobleck.planner.recovery.rules import OF_OTHER_NODES, Next
 
-#: The policy whose plan is wanted. `plain`: templates alone, where another policy failed.
+#: Policy of the wanted plan. `plain`: templates alone, where another policy failed.
 PlanWanted = RecoveryPolicy | Literal["shadow", "normalise", "plain"]
 #: Moves state to where it is best before the next step; answers any change of the nodes.
 MOVING: RecoveryPolicy = "templates"
 #: Gives slow workers less to do; answers a change of rates, never a loss.
 AROUND_SLOW: RecoveryPolicy = "uneven"
-#: Answers where another policy failed by an error of ours.
+#: Answers where another policy failed by an internal error.
 PLAIN: PlanWanted = "plain"
-#: Changes that nobody is forced to make.
+#: Changes that are never forced.
 VOLUNTARY: frozenset[PlanWanted] = frozenset({AROUND_SLOW, "shadow", "normalise"})
 
 _KEEPING = "reroute"
@@ -53,25 +53,23 @@ def is_base(policy: str, rule: str) -> bool:
 
 
 def takes_back(rule: str) -> bool:
-    """Return whether plans of this rule give nodes that stood by a part again."""
+    """Return whether plans of this rule give stand-by nodes a part again."""
     return rule == "take back"
 
 
 def is_tried_again(follow_up: PlanWanted) -> bool:
-    """Return whether a follow-up that is infeasible stays due: nodes that come may make it
-    possible."""
+    """Return whether an infeasible follow-up stays due: new nodes may make it possible."""
     return follow_up == MOVING
 
 
 def follow_up_of(due: Next | Literal[""], rule: str, then: Next | None) -> Next | Literal[""]:
-    """Return the follow-up of a plan around slow workers, made by `rule`, that would be followed by
-    `then` by itself. A plan of templates that is `due` stays so until there is one; it brings
-    shadows of its own."""
+    """Return the follow-up of a plan around slow workers, made by `rule`; `then` is its default. A
+    plan of templates that is `due` stays so until there is one; it brings shadows of its own."""
     return due if due == MOVING and rule not in OF_OTHER_NODES else then or ""
 
 
 def of_adopted(spec: JobSpec, *, rerouted: bool, can_lose: int) -> tuple[str, Next | Literal[""]]:
-    """Return the policy that a plan which the journal lacks must be of, and its follow-up."""
+    """Return the policy and the follow-up of a plan that the journal lacks."""
     if rerouted:
         return _KEEPING, "templates" if spec.recovery.policy == "auto" else ""
     few = spec.recovery.shadows == "auto" and can_lose < spec.fault_tolerance

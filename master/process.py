@@ -1,9 +1,9 @@
-"""The master's process: its lock, its heap, and the points at which tests make it die.
+"""Process of the master: its lock, its heap, and the points at which tests make it die.
 
 A state directory has one master at a time.
 
 Free memory goes back to the kernel, and collections are short. Python's cycle collector looks at
-every living object while everybody waits: with a thousand agents for 115 to 135 ms, once in ten
+every living object while all tasks wait: with a thousand agents for 115 to 135 ms, once in ten
 seconds. So objects that have survived one full collection are left out of the next ones, until all
 are looked at again after ten minutes.
 
@@ -26,24 +26,24 @@ from oobleck.master.config import Unusable
 #: File in a state directory that its master locks; it stays when the master ends.
 LOCK = "lock"
 _OLDEST = 2
-#: From one look through all objects to the next: so long a cycle that was left out may live on.
+#: Interval between collections of all objects; an excluded cycle may live this long.
 _WHOLE_S = 600.0
 POINTS = (
     "applied",  # decided and applied, not in the journal
     "journal-torn",
-    "committed",  # in the journal, nothing is told
+    "committed",  # in the journal, nothing is sent
     "events-torn",
     "told",  # the agents' assignments are in their outboxes
     "metrics-torn",
     "evaluations-torn",
-    "snapshot-written",  # the new journal file is there, and not in place
+    "snapshot-written",  # the new journal file is written, and not in place
     "snapshot-placed",
 )
 
 
 @contextlib.contextmanager
 def locked(state_dir: Path) -> Iterator[None]:
-    """Hold the state directory against other masters. Raises Unusable."""
+    """Lock the state directory against other masters. Raises Unusable."""
     try:
         state_dir.mkdir(parents=True, exist_ok=True)
         lock = os.open(state_dir / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -62,7 +62,7 @@ def locked(state_dir: Path) -> Iterator[None]:
                 f"--state-dir {state_dir} is in use by another master (pid {holder}); "
                 "stop it or choose another directory"
             ) from error
-        with contextlib.suppress(OSError):  # the lock is held, also where the disk is full
+        with contextlib.suppress(OSError):  # the lock is held even if the disk is full
             os.ftruncate(lock, 0)
             os.pwrite(lock, str(os.getpid()).encode(), 0)
         yield
@@ -81,8 +81,8 @@ def give_back() -> None:
 
 @contextlib.contextmanager
 def short_collections(now: Callable[[], float] = time.monotonic) -> Iterator[None]:
-    """Within it, a full collection looks through what has come since the last one, and through
-    everything only if that was not done for ten minutes. For the whole process."""
+    """Keep full collections of the process short: each looks only at objects created since the last
+    one, and at all objects every ten minutes."""
     whole_at = now()
 
     def collecting(phase: str, info: dict[str, int]) -> None:
@@ -107,7 +107,8 @@ _armed: list[tuple[str, int]] = []
 
 
 def arm(point: str, count: int) -> None:
-    """Die when `point` is reached for the `count`-th time. Raises ValueError."""
+    """Arm `point`: the process dies when it is reached for the `count`-th time. Raises
+    ValueError."""
     if point not in POINTS:
         raise ValueError(f"{point!r} is no point to die at; there are {', '.join(POINTS)}")
     _armed.append((point, count))

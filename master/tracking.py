@@ -1,10 +1,10 @@
-"""Copies of jobs for other programs, as their key `track` asks: a process writes each of them.
+"""Copies of jobs for other programs, as their key `track` asks; one process writes each copy.
 
-It is `oobleck track`, which follows the job as it does on any machine, shows a viewer's certificate
-where callers must show one, and ends with the master, however that ends. Its files tell it how far
-it was, so the next one goes on behind that. A file `PROGRAM.done` beside them says that a copy of a
-job that has ended is whole. Nothing of training waits for any of this, and no failure of it is the
-job's. Must not know what the programs are.
+The process is `oobleck track`, which follows the job as on any machine, and always ends with the
+master. It shows a viewer's certificate where callers must show one. Its files record its progress,
+so the next process continues there. A file `PROGRAM.done` beside them marks the complete copy of an
+ended job. Training waits for none of this, and no failure of it fails the job. Must not know what
+the programs are.
 """
 
 import asyncio
@@ -24,15 +24,15 @@ from oobleck.master.state.job import ENDED
 
 log = logging.getLogger(__name__)
 
-#: Copies that are written at a time: no job has more programs than that.
+#: Copies written at a time: no job has more programs than that.
 _MOST = 3
-#: Between two looks at what is wanted.
+#: Shortest interval between checks of the wanted copies.
 _LOOK_S = 0.5
-#: A process that fails is followed by another one after so long, each time twice as long.
+#: Pause before a failed process is restarted, doubled each time.
 _PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
-#: One that has lived for so long had not failed at its start.
+#: A process that lived for so long did not fail at its start.
 _QUICK_S = 10.0
-#: Of a job that has ended, a copy that fails so often in a row is left as it is.
+#: Consecutive failures after which the copy of an ended job is given up.
 _MOST_FAILURES = 5
 _TAIL_BYTES = 2048
 
@@ -40,8 +40,8 @@ Copy = tuple[JobId, Tracker]
 
 
 def wanted(state: ClusterState, finished: Collection[Copy]) -> list[Copy]:
-    """The copies to write now: first of the job that has the turn, then of those that have ended,
-    the newest first. Pure."""
+    """Return the copies to write now: of the active job first, then of ended ones, the newest
+    first. Pure."""
     active = [job for job in state.jobs.values() if job.id == state.active]
     ended = [job for job in reversed(state.jobs.values()) if job.state in ENDED]
     copies: list[Copy] = [(job.id, name) for job in [*active, *ended] for name in job.spec.track]
@@ -49,10 +49,11 @@ def wanted(state: ClusterState, finished: Collection[Copy]) -> list[Copy]:
 
 
 def check_installed(job: JobSpec) -> None:
-    """Raises ValueError where a program that the job names is missing here. Loads none."""
+    """Check that the programs that the job names are installed here, without loading them. Raises
+    ValueError."""
     for name in job.track:
         found = importlib.util.find_spec(name)
-        if found is None or found.origin is None:  # a folder of that name is none
+        if found is None or found.origin is None:  # a folder of that name is no program
             raise ValueError(
                 f"track: {name} is not installed where the master runs; run there: pip install "
                 f"{name}, or leave {name} out"
@@ -61,10 +62,11 @@ def check_installed(job: JobSpec) -> None:
 
 class Tracking:
     def __init__(self, master: Master, show: Callable[[], tuple[str, ...]]) -> None:
-        """`show`: has credentials ready for a process; returns the flags that name them."""
+        """Write copies. `show`: prepares credentials for a process, and returns the flags that name
+        them."""
         self._master = master
         self._show = show
-        #: Copies that are whole, or were given up.
+        #: Copies that are complete, or were given up.
         self._finished = {
             (job.id, name)
             for job in master.state.jobs.values()
@@ -73,8 +75,7 @@ class Tracking:
         }
 
     async def run(self, address: str) -> None:
-        """`address`: of the master. Never returns; ends by cancellation, and the processes with
-        it."""
+        """Write copies until cancelled; the processes end with it. `address`: the master's."""
         writers: dict[Copy, asyncio.Task[None]] = {}
         try:
             while True:
@@ -95,7 +96,7 @@ class Tracking:
                 await _end(writer)
 
     async def _write(self, copy: Copy, address: str) -> None:
-        """Copy the job, restarting failed attempts, until the copy is whole or given up."""
+        """Copy the job, restarting failed attempts, until the copy is complete or given up."""
         job_id, name = copy
         loop, failures = asyncio.get_running_loop(), 0
         while True:
@@ -166,7 +167,7 @@ def last_line(path: Path) -> str:
 
 
 async def _end(task: asyncio.Task[None]) -> None:
-    """Raises what the task has raised."""
+    """Cancel the task, and raise its error, if it has failed."""
     task.cancel()
     await asyncio.wait({task})
     if not task.cancelled():

@@ -1,5 +1,5 @@
-"""Metrics of jobs, read from the state and from what was counted. A job that the master forgets is
-in none of them any more. Must not know nodes' facts."""
+"""Metrics of jobs, read from the state and from counts. A job that the master has forgotten is in
+none of them. Must not know nodes' facts."""
 
 from collections.abc import Iterator, Mapping
 from statistics import median

@@ -1,5 +1,5 @@
-"""Metrics of the cluster's nodes, read from the state. Must not know jobs, but whose plan a node is
-in."""
+"""Metrics of the cluster's nodes, read from the state. Must not know jobs, except whose plan a node
+is in."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from oobleck.master.metrics.tally import Tally
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.node import Node
 
-#: left: lost, but drained by an operator or told to end, so nobody has to look after it.
+#: left: lost, but drained by an operator or asked to end, so no repair is needed.
 _STATES = ("live", "disconnected", "quarantined", "draining", "drained", "held", "lost", "left")
 LOST_BY = ("witnesses", "lease", "restarted", "left")
 

@@ -105,7 +105,7 @@ class Parts:
     calls: Calls
     connections: Connections
     journal: Journal
-    #: Of Oobleck.
+    #: Version of Oobleck.
     version: str = field(default_factory=lambda: installed().oobleck)
 
 

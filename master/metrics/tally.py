@@ -1,4 +1,4 @@
-"""Counts of what happened since this master started, taken from the events as they come.
+"""Counts of events since this master started.
 
 Counts begin with the process, as readers of Prometheus' counters expect; the state's history from
 before is not counted again. A job's counts are dropped with the job. Must not know how they are
@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 class JobTally:
     """Counts of one job."""
 
-    #: Steps whose records came, each once, with their tokens and the seconds that they took.
+    #: Steps with records, each once, their tokens, and the seconds that they took.
     steps: int = 0
     tokens: int = 0
     training_s: float = 0.0
@@ -68,15 +68,15 @@ class Tally:
         self.jobs: dict[JobId, JobTally] = {}
         #: Journaled events by their names.
         self.events: Counter[str] = Counter({event.__name__: 0 for event in get_args(Journaled)})
-        #: By cause and policy. Here and below, all that can come is there from the start: who reads
-        #: a series for the first time sees no increase in it.
+        #: By cause and policy. All possible series exist from the start: a reader who sees a series
+        #: for the first time sees no increase in it.
         self.plans: Counter[tuple[str, str]] = Counter(
             dict.fromkeys(product(get_args(Cause), get_args(Policy)), 0)
         )
         #: By cause.
         self.nodes_lost: Counter[str] = Counter()
         self.quarantines = 0
-        #: From the first evidence to the first step, by what the plan answers.
+        #: Seconds from the first evidence to the first step, by the plan's cause.
         self.reconfigurations = {cause: Durations(LONG_S) for cause in get_args(Cause)}
         self._failed = False
 
@@ -134,7 +134,7 @@ class Tally:
     def _reconfigured(
         self, state: ClusterState, job_id: JobId, stats: ReconfigurationStats | None
     ) -> None:
-        """The change to the newest generation has ended; the first one is none."""
+        """Count the end of the change to the newest generation, unless that is the first one."""
         known = state.jobs[job_id]
         made = known.current.made
         if stats is None or made is None or known.lineage.before is None:
