@@ -19,7 +19,7 @@ from oobleck.planner.recovery.rules import Rule
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 _FILE = re.compile(
-    r"\b(?:planner|host|proto|master|agent|worker|cli|bench|deploy|tests)/[\w/]+\.(?:py|proto|txt)\b"
+    r"\b(?:core|planner|host|proto|master|agent|worker|cli|bench|deploy|tests)/[\w/]+\.(?:py|proto|txt)\b"
 )
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ("planner", "proto", "host", "master", "agent", "worker", "cli", "bench")
+PACKAGES = ("core", "planner", "proto", "host", "master", "agent", "worker", "cli", "bench")
 
 #: Modules that turn data into code or into objects of any class.
 MODULES = {

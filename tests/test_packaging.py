@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ("agent", "cli", "host", "master", "oobleck", "planner", "proto", "worker")
+PACKAGES = ("agent", "cli", "core", "host", "master", "oobleck", "planner", "proto", "worker")
 #: Of the files that are installed: modules, what is written or served, and what types say.
 PATTERNS = ("*.py", "*.pyi", "*.proto", "*.yaml", "*.html", "*.css", "*.js", "*.svg", "py.typed")
 PATTERNS += ("*.txt", "*.service")

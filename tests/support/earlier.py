@@ -12,7 +12,7 @@ from support.folders import ROOT
 #: what is committed here stands for it. Whoever begins what comes after a release sets it to that
 #: release's tag (docs/contributing.md).
 COMMIT = "HEAD"
-PACKAGES = ("agent", "cli", "host", "master", "planner", "proto", "worker")
+PACKAGES = ("agent", "cli", "core", "host", "master", "planner", "proto", "worker")
 
 
 def unusable() -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from support.folders import ROOT
 
-PACKAGES = ("agent", "cli", "host", "master", "oobleck", "planner", "proto", "worker")
+PACKAGES = ("agent", "cli", "core", "host", "master", "oobleck", "planner", "proto", "worker")
 
 
 def install(folder: Path) -> PathDistribution:

@@ -132,7 +132,7 @@ def test_an_authority_and_its_operator_are_never_written_over(tmp_path: Path) ->
         left = tmp_path / name
         left.mkdir()
         (home / name).rename(left / name)
-        with pytest.raises(CommandFailed, match=f"or a part of one .{name}.; use it, or move"):
+        with pytest.raises(CommandFailed, match=f"or part of one .{name}.; use it, or move"):
             make_authority(left, ())
         assert [path.name for path in left.iterdir()] == [name]
         (left / name).rename(home / name)
@@ -222,6 +222,6 @@ def test_of_authorities_that_are_made_at_once_one_is_whole_and_the_others_are_re
 def test_what_was_left_of_an_authority_stays(tmp_path: Path) -> None:
     """As by a process that was killed while it made one."""
     (tmp_path / "ca.key").write_text("left")
-    with pytest.raises(CommandFailed, match=r"a part of one \(ca.key\)"):
+    with pytest.raises(CommandFailed, match=r"part of one \(ca.key\)"):
         make_authority(tmp_path, ())
     assert contents(tmp_path) == {"ca.key": b"left"}

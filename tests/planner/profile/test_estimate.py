@@ -38,7 +38,7 @@ def test_parameters_are_those_of_the_built_in_model(precision: Precision, item: 
 
 
 def test_the_counts_match_the_model_that_is_trained() -> None:
-    model = pytest.importorskip("oobleck.worker.models")
+    model = pytest.importorskip("oobleck.worker.models.registry")
     spec = job().model
     profile = estimate_profile(job(), gpus_per_node=1, memory_per_worker_bytes=1 << 30)
     for number, layer in enumerate(profile.layers):
