@@ -64,7 +64,7 @@ class NoCode(Exception):
 
 
 class WheelCache:
-    """This node's unpacked wheels."""
+    """Cache of wheels that are unpacked on this node."""
 
     def __init__(self, master: Callable[[], Endpoint] | None, folder: Path | None = None) -> None:
         """`master`: where wheels come from, with the newest certificate; None: this node takes

@@ -57,7 +57,7 @@ class Training:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether a generation trains, or its step has not been settled yet."""
+        """True while a generation trains, or until its step is settled."""
         return self._executor is not None
 
     def run(

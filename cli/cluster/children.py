@@ -62,7 +62,7 @@ class Child:
 
     @property
     def has_died(self) -> bool:
-        """Whether it failed: it ended neither by a requested stop nor by refusing its arguments."""
+        """True if it failed: it ended neither by a requested stop nor by refusing its arguments."""
         return self.process.returncode not in (None, 0, USAGE)
 
     def plan_restart(self) -> float:

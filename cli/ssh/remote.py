@@ -76,7 +76,7 @@ class Place:
 
     @property
     def is_demoted(self) -> bool:
-        """Whether root logs in and the agent runs as another user."""
+        """True if root logs in and the agent runs as another user."""
         return os.geteuid() == 0 and self.user != "root"
 
     @property

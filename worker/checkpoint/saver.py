@@ -45,7 +45,7 @@ def _wait(snapshots: Snapshots) -> None:
 
 
 class Saver:
-    """One worker's part in the checkpoints of its job."""
+    """Saver of one worker: its part in the checkpoints of its job."""
 
     def __init__(self, context: WorkerContext) -> None:
         self._context = context

@@ -78,7 +78,7 @@ class Order:
 
     @property
     def publishes(self) -> bool:
-        """Whether this worker writes the manifest."""
+        """True if this worker writes the manifest."""
         return self.rank == 0
 
     @property
@@ -141,7 +141,7 @@ class CheckpointWriter:
 
     @property
     def busy(self) -> bool:
-        """Whether the thread is still running."""
+        """True while the thread is running."""
         return self._thread.is_alive()
 
     def others_are_done(self) -> None:

@@ -125,7 +125,7 @@ _FIRST_MEETING = 2
 
 
 class Measuring:
-    """One worker's part in measurements of the job's model and of links."""
+    """Measurer of one worker: its part in measurements of the model and of links."""
 
     def __init__(self, context: WorkerContext, device_kind: str) -> None:
         """Prepare. `device_kind`: name of the device in measurements."""

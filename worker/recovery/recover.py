@@ -65,7 +65,7 @@ class Told:
 
 
 class Recovery:
-    """One worker's part in every agreement on the step to resume from."""
+    """Recovery of one worker: its part in every agreement on the step to resume from."""
 
     def __init__(self, context: WorkerContext) -> None:
         self._context = context
