@@ -52,7 +52,8 @@ log = logging.getLogger(__name__)
 
 
 def keep_pages() -> None:
-    """Exempt all imported objects from garbage collection, which would copy shared pages."""
+    """Freeze all imported objects: garbage collection would copy the pages they share with
+    forks."""
     gc.collect()
     gc.freeze()
 

@@ -66,7 +66,8 @@ def loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, *, ignored: int) -> Tensor:
-    """Mean over the targets (n) that are not `ignored`, in float32 at least, of logits (n, c).
+    """Compute the mean over the targets (n) that are not `ignored`, in float32 at least, of logits
+    (n, c).
 
     Where a gradient is wanted the logits may be used up: nobody may look at them after.
     """

@@ -42,7 +42,7 @@ Swap = Callable[[Any], nn.Module]
 
 
 def options(spec: ModelSpec) -> dict[str, Any]:
-    """The keys of the model's config, without those that keep transformers' default None."""
+    """Return the keys of the model's config, without those that keep transformers' default None."""
     family = family_of(spec.kind)
     assert family is not None
     return {
@@ -66,20 +66,20 @@ def _configuration(kind: Callable[..., Any], text: str) -> Any:
 
 
 def configuration(kind: Callable[..., Any], spec: ModelSpec) -> Any:
-    """The config object of `spec`, of transformers' class `kind`; raises JobError."""
+    """Return the config object of `spec`, of transformers' class `kind`. Raises JobError."""
     return _configuration(kind, json.dumps(options(spec)))
 
 
 def table(rows: int, width: int, padding: int | None = None) -> nn.Embedding:
-    """An embedding table with nothing in it; the row `padding` gets no gradient."""
+    """Return an embedding table with uninitialised values. The row `padding` gets no gradient."""
     # Given, since its own draw loads all of torch._dynamo on the meta device.
     values = torch.empty(rows, width)
     return nn.Embedding(rows, width, padding_idx=padding, _weight=values)
 
 
 def adapt(module: nn.Module, layer: int, swaps: Mapping[type, Swap] | None = None) -> nn.Module:
-    """`module` of transformers with parts replaced: linear layers, dropout, the slow form of GELU,
-    and what `swaps` says by type. Parameters keep their names."""
+    """Replace parts of a `module` of transformers, and return it: linear layers, dropout, the slow
+    form of GELU, and the types in `swaps`. Parameters keep their names."""
     chosen: dict[type, Swap] = {
         nn.Linear: lambda old: Linear(old.in_features, old.out_features, bias=old.bias is not None),
         Conv1D: lambda old: TransposedLinear(old.nx, old.nf),
@@ -103,8 +103,9 @@ def draw(
     scaled: tuple[str, ...] = (),
     scale: float = 1.0,
 ) -> None:
-    """Initial weights as transformers' `_init_weights` draws them, with one deviation for matrices:
-    times `scale` where a name ends with one of `scaled`. The row of the padding token is zero."""
+    """Draw the initial weights as transformers' `_init_weights` does, except for the deviation of
+    some matrices. It is multiplied by `scale` where a name ends with one of `scaled`. The row of
+    the padding token is zero."""
     base = options(spec)["initializer_range"]
     draw_parameters(
         module,
@@ -143,8 +144,8 @@ def attend(
     scaling: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """An attention function of transformers: (b, heads, T, width) to (b, T, heads, width). Keys and
-    values may have fewer heads than queries, each for a group of these."""
+    """Compute attention as a function of transformers: (b, heads, T, width) to (b, T, heads,
+    width). Keys and values may have fewer heads than queries, each for a group of these."""
     assert attention_mask is None, "all rows are full"
     groups = query.shape[1] // key.shape[1]
     fused = not drops(dropout)
@@ -278,7 +279,8 @@ class _LlamaNorm(LlamaRMSNorm):  # type: ignore[misc]  # transformers is not fol
 def _rotation(
     spec: ModelSpec, length: int, device: torch.device, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Cosines and sines (1, T, width of a head): one pair of tables for all blocks of a worker."""
+    """Return cosines and sines, each (1, T, width of a head). All blocks of a worker share one pair
+    of tables."""
     rotary = LlamaRotaryEmbedding(configuration(LlamaConfig, spec))
     like = torch.empty(0, dtype=dtype)
     cosine, sine = rotary(like, torch.arange(length)[None])
@@ -371,7 +373,8 @@ class BertBlock(Layer):
 
 
 class BertHead(Layer):
-    """Transform and projection to the vocabulary: (b, T, hidden) to logits (b, T, vocabulary)."""
+    """Head of BERT, a transform and a projection to the vocabulary: (b, T, hidden) to logits (b, T,
+    vocabulary)."""
 
     def __init__(self, spec: ModelSpec, layer: int) -> None:
         super().__init__(layer)

@@ -26,7 +26,7 @@ _rows: ContextVar[RowKeys] = ContextVar("rows")
 
 @contextmanager
 def keyed(rows: RowKeys) -> Iterator[None]:
-    """Modules within compute these samples."""
+    """Have the modules that run within compute these samples."""
     token = _rows.set(rows)
     try:
         yield
@@ -107,8 +107,8 @@ def drops(share: float) -> bool:
 
 
 def drop(x: Tensor, layer: int, site: Site, share: float) -> Tensor:
-    """x (b, ...) without `share` of its values, the rest scaled up: a function of (seed, step,
-    sample position, layer, site)."""
+    """Drop `share` of the values of x (b, ...), and scale up the rest. The choice is a function of
+    (seed, step, sample position, layer, site)."""
     if not drops(share):
         return x
     keep = keep_mask(_rows.get(), layer, site, width=x[0].numel(), dropout=share, device=x.device)

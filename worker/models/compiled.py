@@ -65,8 +65,8 @@ Call = Callable[[nn.Module, Tree], Tree]
 
 
 def compiled(**options: Any) -> Call:
-    """A function that calls a module by compiled code: one code for all that are alike. `options`:
-    of torch.compile."""
+    """Return a function that calls a module by compiled code: one code for all that are alike.
+    `options` are torch.compile's."""
 
     def whole(module: nn.Module, x: Any) -> Any:
         return module.compute(x) if isinstance(module, Prepared) else module(x)
@@ -119,10 +119,11 @@ def load_compiler() -> bool:
 
 @contextmanager
 def compiling(device: torch.device) -> Iterator[None]:
-    """Within, what is run for the first time is compiled; behind it, nothing is any more.
+    """Compile the code that runs within for the first time; nothing is compiled any more
+    afterwards.
 
     Workers of one host do this one after the other: what the first one has compiled, the others
-    read from the disk. Raises NodeError where this host lacks what that takes.
+    read from the disk. Raises NodeError where this host cannot compile.
     """
     load_compiler()
     dynamo: Any = importlib.import_module("torch._dynamo.config")
@@ -198,7 +199,8 @@ class Compilation:
         self._run = compiled(backend=self._backend)
 
     def look(self, module: nn.Module, x: Tree, *, draws: bool) -> tuple[int | None, str]:
-        """The number of the code that `module` runs for `x`, or the reason why there is none."""
+        """Return the number of the code that `module` runs for `x`, or the reason why there is
+        none."""
         if draws:
             return None, "it draws random numbers, which are other ones in compiled code"
         full = self._count == MOST_CODES
@@ -227,7 +229,8 @@ class Compilation:
         return self._ran, ""
 
     def _backend(self, graph: Any, inputs: Sequence[Any]) -> Callable[..., Any]:
-        """Traces the backward too, and notes which code it is that runs."""
+        """Trace the forward and the backward, and return a function that notes that this code
+        ran."""
         traced = self._traced(graph, inputs)
         number, self._count = self._count, self._count + 1
 

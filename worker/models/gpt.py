@@ -84,7 +84,8 @@ class Head(Layer):
 
 
 def _initialise(module: Layer, spec: ModelSpec, seed: int, tied: str | None) -> None:
-    """GPT-2's: what a block adds to the residual stream is scaled down by the number of these."""
+    """Draw initial weights as GPT-2 does. Matrices that add to the residual stream are scaled down
+    by the root of their number."""
     residual = INITIAL_DEVIATION / math.sqrt(2 * spec.layers)
     scaled = ("attention_out.weight", "mlp_out.weight")
     draw_parameters(

@@ -64,7 +64,8 @@ def weight_files(directory: str) -> WeightFiles:
 
 
 def check_as_begun(read: Iterable[StoredTensor]) -> None:
-    """Raises NodeError where what a layer was read from is not what all nodes began with."""
+    """Check that the tensors a layer was read from are those that all nodes began with. Raises
+    NodeError."""
     try:
         check_unchanged(read)
     except WeightsError as error:
@@ -133,7 +134,8 @@ def read_tensor(files: WeightFiles, key: str) -> Tensor:
 def _find(
     files: WeightFiles, spec: ModelSpec, layer: int, name: str, shape: tuple[int, ...]
 ) -> tuple[str, StoredTensor]:
-    """The key in the files of a parameter of that shape, and where it is."""
+    """Return the key in the files of a parameter of that shape, and where it is. Raises
+    JobError."""
     names = list(_names(spec, layer, name))
     key = next((key for key in names if key in files.tensors), None)
     if key is None:
@@ -156,7 +158,7 @@ def _find(
 
 
 def _names(spec: ModelSpec, layer: int, name: str) -> Iterator[str]:
-    """Under which a checkpoint may have the parameter, the usual one first."""
+    """Yield the names that the parameter may have in a checkpoint, the usual one first."""
     chosen = [foreign_name(spec, layer, name)]
     tied = tied_parameter(spec, 0)
     if layer and tied is not None and name == tied_parameter(spec, layer):

@@ -27,7 +27,7 @@ class DeferredGradients:
         self._due: deque[tuple[Deferring, Tensor, Tensor]] = deque()
 
     def linear(self, x: Tensor, layer: "Deferring") -> Tensor:
-        """`layer` of x (..., inputs), with the weight's gradient left for later."""
+        """Apply `layer` to x (..., inputs), and leave the weight's gradient for later."""
         if torch.is_autocast_enabled(x.device.type):
             # What autocast would do inside; done here, the rounded input is what is kept.
             x = x.to(torch.get_autocast_dtype(x.device.type))
@@ -59,7 +59,7 @@ _deferred: ContextVar[DeferredGradients | None] = ContextVar("deferred", default
 
 @contextmanager
 def deferring(deferred: DeferredGradients | None) -> Iterator[None]:
-    """Forwards within leave their weight gradients to `deferred`; None: to the backward."""
+    """Have forwards within leave their weight gradients to `deferred`; None: to the backward."""
     token = _deferred.set(deferred)
     try:
         yield
@@ -81,11 +81,11 @@ class Deferring(nn.Module):
         return deferred.linear(x, self)
 
     def matrix(self) -> Tensor:
-        """The weight as (outputs, inputs)."""
+        """Return the weight as (outputs, inputs)."""
         return self.weight
 
     def product(self, x: Tensor, gradient: Tensor) -> Tensor:
-        """The weight's gradient from input (n, inputs) and output gradient (n, outputs)."""
+        """Return the weight's gradient from input (n, inputs) and output gradient (n, outputs)."""
         return gradient.t().mm(x)
 
     def offset(self) -> Tensor | None:

@@ -138,7 +138,8 @@ def builders(spec: OwnModelSpec) -> Sequence[Callable[[], nn.Module]]:
 
 
 def built_whole(spec: OwnModelSpec) -> list[nn.Module] | None:
-    """The layers of an nn.Sequential, of one build on the meta device; None: it is none."""
+    """Return the layers of an nn.Sequential, from one build on the meta device. None: the model is
+    no nn.Sequential."""
     if not any(isinstance(build, _Child) for build in builders(spec)):
         return None
     with torch.device("meta"), without_draws():
@@ -146,7 +147,7 @@ def built_whole(spec: OwnModelSpec) -> list[nn.Module] | None:
 
 
 class _Child:
-    """Builds one layer of an nn.Sequential, by building all of it."""
+    """Builder of one layer of an nn.Sequential; it builds all of it."""
 
     def __init__(self, spec: OwnModelSpec, number: int) -> None:
         self._spec = spec
@@ -159,8 +160,8 @@ class _Child:
 
 
 class without_draws(TorchFunctionMode):  # it is used like a function
-    """Within, what draws random numbers into a tensor leaves it as it is: on the meta device such
-    a draw loads torch's compiler, a second and 100 MB of every process."""
+    """Mode in which a function that draws random numbers into a tensor leaves it as it is. On the
+    meta device a draw loads torch's compiler: a second, and 100 MB of every process."""
 
     def __torch_function__(
         self,
@@ -200,7 +201,7 @@ class _Watch(without_draws):
 
 
 def build(spec: OwnModelSpec, layer: int) -> nn.Module:
-    """The module of `layer` on the device of the context. Raises JobError."""
+    """Build the module of `layer` on the device of the context. Raises JobError."""
     # A NodeError passes, for instance if only this node lost its files of weights.
     with code.running(f"model: layer {layer}", " cannot be built"):
         made = builders(spec)[layer]()
@@ -212,8 +213,8 @@ def build(spec: OwnModelSpec, layer: int) -> nn.Module:
 
 
 def build_real(spec: OwnModelSpec, seed: int, layer: int) -> nn.Module:
-    """The module of `layer` in host memory with its initial weights, a function of (spec, seed,
-    layer) alone."""
+    """Build the module of `layer` in host memory. Its initial weights are a function of (spec,
+    seed, layer) alone."""
     with _seeded(spec, seed, layer), torch.device("cpu"):
         return build(spec, layer)
 
@@ -226,7 +227,7 @@ def _seeded(spec: OwnModelSpec, seed: int, layer: int) -> AbstractContextManager
 
 
 def build_layer(spec: OwnModelSpec, layer: int) -> OwnLayer:
-    """Shapes alone."""
+    """Build the layer on the meta device: shapes alone."""
     with torch.device("meta"), without_draws():
         return _wrapped(spec, layer, build(spec, layer))
 
@@ -276,8 +277,8 @@ def _wrapped(spec: OwnModelSpec, layer: int, module: nn.Module) -> OwnLayer:
 
 
 def constants(module: nn.Module) -> Iterator[Tensor]:
-    """The tensors of `module` that are not trained: buffers, frozen parameters, and those that are
-    plain attributes."""
+    """Yield the tensors of `module` that are not trained: buffers, frozen parameters, and plain
+    attributes."""
     yield from module.buffers()
     yield from (p for p in module.parameters() if not p.requires_grad)
     for part in module.modules():
@@ -354,7 +355,7 @@ def row_losses(spec: OwnModelSpec, output: Tree, targets: Tree, rows: int) -> Ro
 
 
 def metric_sums(spec: OwnModelSpec, output: Tree, targets: Tree, rows: int) -> dict[str, float]:
-    """The user's metrics, summed over rows. Raises JobError."""
+    """Return the user's metrics, summed over rows. Raises JobError."""
     metrics = user_model(spec).metrics
     if metrics is None:
         return {}
@@ -366,7 +367,7 @@ def metric_sums(spec: OwnModelSpec, output: Tree, targets: Tree, rows: int) -> d
 
 
 def in_precision(module: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """`module` with its floats as `dtype`; complex numbers stay what they are."""
+    """Convert the floats of `module` to `dtype`, and return it. Complex numbers keep their type."""
     made: nn.Module = module._apply(  # type: ignore[no-untyped-call]  # torch leaves it untyped
         lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor
     )

@@ -45,8 +45,8 @@ def family(spec: ModelSpec) -> Family:
 
 
 def build_layer(spec: AnyModel, layer: int) -> Layer:
-    """Layer number `layer` of the model, on the device of the context; its weights are not yet the
-    job's initial ones."""
+    """Build layer number `layer` of the model on the device of the context. Its weights are not yet
+    the job's initial ones."""
     last = spec.layer_count - 1
     if not 0 <= layer <= last:
         raise ValueError(f"layer {layer} is not one of 0 to {last}")
@@ -59,7 +59,7 @@ def build_layer(spec: AnyModel, layer: int) -> Layer:
 
 
 def empty_layer(spec: AnyModel, seed: int, layer: int) -> Layer:
-    """The same, but its parameters have no memory, or only until they get another one."""
+    """Build the layer with parameters that have no memory, or only until they get another one."""
     if isinstance(spec, OwnModelSpec):
         return own.empty_layer(spec, seed, layer)
     with torch.device("meta"):
@@ -67,7 +67,7 @@ def empty_layer(spec: AnyModel, seed: int, layer: int) -> Layer:
 
 
 def tied_parameters(spec: AnyModel, layer: int) -> tuple[str, ...]:
-    """Names of the parameters that `layer` shares with others, in one order for all."""
+    """Return the names of the parameters that `layer` shares with others, in one order for all."""
     if isinstance(spec, OwnModelSpec):
         return tuple(f"module.{name}" for name in spec.description.shared(layer))
     assert isinstance(spec, ModelSpec), "there are two kinds"

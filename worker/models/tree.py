@@ -66,7 +66,8 @@ _SEQUENCES = {"tuple": tuple, "list": list}
 
 
 def flatten(tree: Tree) -> list[Tensor]:
-    """The tensors of `tree`, in order. Raises TypeError, saying what is no tree."""
+    """Return the tensors of `tree`, in order. Raises TypeError, which names the value that is no
+    tree."""
     if isinstance(tree, Tensor):
         return [tree]
     found: list[Tensor] = []
@@ -82,8 +83,8 @@ def structure(tree: Tree) -> str:
 
 
 def unflatten(structure: str, tensors: Iterable[Tensor]) -> Tree:
-    """The tree of that `structure` with these `tensors`. Raises ValueError where they do not fit,
-    or where it is no structure."""
+    """Build the tree of that `structure` with these `tensors`. Raises ValueError where they do not
+    fit, or where it is no structure."""
     left = iter(tensors)
     tree = _build(_parse(structure), left)
     if next(left, None) is not None:
@@ -92,12 +93,13 @@ def unflatten(structure: str, tensors: Iterable[Tensor]) -> Tree:
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], tree: Tree) -> Tree:
-    """A tree of the same structure, with each tensor's result. Raises TypeError."""
+    """Return a tree of the same structure, with the function's result for each tensor. Raises
+    TypeError."""
     return function(tree) if isinstance(tree, Tensor) else _map(function, tree, ())
 
 
 def shown(tree: Tree) -> str:
-    """Types and shapes, for people to read and to compare."""
+    """Return the types and shapes as text, for people to read and to compare."""
     if isinstance(tree, Tensor):
         return f"{str(tree.dtype).removeprefix('torch.')}{list(tree.shape)}"
     if isinstance(tree, dict):
@@ -134,7 +136,7 @@ def _pattern(tree: Tree, path: _Path) -> object:
 
 
 def _parts(tree: Tree, path: _Path) -> Iterable[tuple[str | int, Tree]]:
-    """The parts of what is no tensor. Raises TypeError where it is no tree."""
+    """Return the parts of a tuple, list or dict. Raises TypeError where it is no tree."""
     kind = type(tree)
     if kind is tuple or kind is list:
         return enumerate(tree)

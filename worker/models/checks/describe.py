@@ -283,8 +283,8 @@ class _Layer:
     def _runs(
         self, module: nn.Module, targets: _Values | None, device: str
     ) -> tuple[nn.Module, _Run, _Run]:
-        """The module that was run, and its runs with few rows and with more. `module`: on the meta
-        device."""
+        """Return the module that was run, and its runs with few rows and with more. `module`: on
+        the meta device."""
         if device == "cpu":
             module = own.build_real(self.spec, self.seed, self.number)
             module = own.in_precision(module, self.dtype)
@@ -412,8 +412,8 @@ def _drops_nothing(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 
 
 def _leave_the_compiler_out(mode: object) -> None:
-    """Torch sees to it that a mode is not compiled, and loads its compiler for that: a second and
-    100 MB, where nothing is compiled anyway."""
+    """Mark a mode so that torch does not load its compiler, a second and 100 MB. Torch loads it to
+    keep the mode from being compiled, where nothing is compiled anyway."""
     raw = getattr(getattr(mode, "__torch_dispatch__", None), "__wrapped__", None)
     if raw is not None:
         raw.__dynamo_disable = raw

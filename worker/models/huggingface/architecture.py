@@ -107,14 +107,15 @@ def choose(name: str | None, config: Mapping[str, Any] | None, weights: str | No
 
 @cached(maxsize=8)
 def configuration(architecture: Architecture) -> Any:
-    """The config object as models are made of it; not to be changed. Raises JobError."""
+    """Return the config object that models are made with; nobody may change it. Raises JobError."""
     config = fresh_configuration(architecture)
     config.use_cache = False
     return config
 
 
 def fresh_configuration(architecture: Architecture) -> Any:
-    """The config object, checked by transformers, with nothing of ours in it. Raises JobError."""
+    """Return a new config object that transformers has checked, with nothing of ours in it. Raises
+    JobError."""
     keys = json.loads(architecture.keys)
     kind = architecture.model_class.config_class
     try:
@@ -246,7 +247,7 @@ def _saved_config(directory: str) -> dict[str, Any]:
 
 
 def _special(found: dict[str, Any]) -> Any:
-    """transformers writes infinity as {"__float__": "Infinity"}."""
+    """Decode a special float: transformers writes infinity as {"__float__": "Infinity"}."""
     return float(found["__float__"]) if found.keys() == {"__float__"} else found
 
 

@@ -22,8 +22,9 @@ from oobleck.worker.runtime.errors import JobError
 
 
 def routing_sums(logits: Tensor, chosen: int) -> Tensor:
-    """(b, T, experts) to (b, 2, experts): how often each expert is among the `chosen` likeliest of
-    a token, and the sum of its probabilities."""
+    """Sum the routing over tokens: (b, T, experts) to (b, 2, experts). The first row counts how
+    often each expert is among the `chosen` likeliest of a token. The second is the sum of its
+    probabilities."""
     shares = logits.softmax(-1)
     wide = shares.to(torch.promote_types(shares.dtype, torch.float32))
     often = torch.zeros_like(wide).scatter_(-1, shares.topk(chosen, -1).indices, 1.0)
@@ -31,7 +32,8 @@ def routing_sums(logits: Tensor, chosen: int) -> Tensor:
 
 
 def balancing_losses(sums: Tensor, chosen: int) -> Tensor:
-    """Per row, as the Switch Transformer has it: the product of both means, summed over experts."""
+    """Return the Switch Transformer's balancing loss of each row: the product of both means, summed
+    over experts."""
     often, shares = sums.unbind(1)
     tokens = often.sum(-1) / chosen
     return (often * shares).sum(-1) / tokens**2 * often.shape[-1]

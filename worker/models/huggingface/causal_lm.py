@@ -365,7 +365,7 @@ def _tied(architecture: Architecture, last: int) -> Iterator[tuple[str, str]]:
 
 
 def _fill(layer: nn.Module, architecture: Architecture, owner: Any, foreign: str) -> None:
-    """The layer's initial weights, where it is not built on the meta device."""
+    """Give the layer its initial weights, where it is not built on the meta device."""
     device = torch.empty(0).device
     if device.type == "meta":
         return
@@ -400,8 +400,8 @@ def _export_config(architecture: Architecture) -> Json:
 
 
 def _kept(architecture: Architecture, count: int) -> Iterator[tuple[str, str]]:
-    """Tensors of an export that are not trained, and their names in the files that the model began
-    with, which alone have them. Raises JobError."""
+    """Yield the tensors of an export that are not trained, with their names in the files that the
+    model began with. Only those files have them. Raises JobError."""
     for number in range(count):
         with torch.device("meta"), without_draws():
             layer = build(architecture, number)

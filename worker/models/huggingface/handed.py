@@ -45,7 +45,8 @@ class Handed:
 
 
 def _common(one: Any, two: Any) -> Any:
-    """`one` with its tensors marked where `two`, of two other rows, has them twice."""
+    """Return `one` with its tensors marked where `two`, of two other rows, has them twice. Raises
+    Differ."""
     match one:
         case Tensor() if isinstance(two, Tensor) and not (one.requires_grad or two.requires_grad):
             if torch.equal(one, two):
@@ -62,7 +63,7 @@ def _common(one: Any, two: Any) -> Any:
 
 
 def moved(found: Sequence[Handed], device: torch.device) -> tuple[Handed, ...]:
-    """The same on `device`; tensors that several layers share are there once."""
+    """Return the same arguments on `device`. A tensor that several layers share is there once."""
     there: dict[int, Tensor] = {}
     return tuple(
         Handed(

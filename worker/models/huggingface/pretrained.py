@@ -153,7 +153,7 @@ def _whole(architecture: Architecture) -> Any:
 
 @cached(maxsize=2)
 def _state(architecture: Architecture) -> dict[str, Tensor]:
-    """The state of the whole model on the meta device."""
+    """Return the state of the whole model on the meta device."""
     parts = _whole(architecture)
     state = dict(parts.model.state_dict())
     for index, layer in enumerate(parts.layers):
@@ -216,7 +216,7 @@ def _further(target: str, source: _Source) -> Iterable[str]:
 
 
 def _read(architecture: Architecture, stored: str, source: _Source) -> dict[str, Tensor]:
-    """The tensors that `source` gives, by name in the whole model."""
+    """Return the tensors that `source` gives, by name in the whole model."""
     files = _files(architecture)
     tensors = {
         pattern: [read_tensor(files, key) for key in keys] for pattern, keys in source.keys.items()

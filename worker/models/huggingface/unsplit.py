@@ -144,7 +144,8 @@ class _Run:
 
 @cached(maxsize=4)
 def take_apart(architecture: Architecture, dtype: torch.dtype) -> Parts:
-    """The parts, in that precision; proved to be a chain. Raises JobError."""
+    """Return the parts of the model in that precision, and prove that they are a chain. Raises
+    JobError."""
     model = _whole(architecture, dtype)
     inner = _inner(model)
     base: Any = getattr(model, inner, None)
@@ -219,7 +220,8 @@ def _lists(base: nn.Module, count: int) -> list[str]:
 
 
 def _whole(architecture: Architecture, dtype: torch.dtype) -> Any:
-    """The model on the meta device; leaves the random numbers of the process as they were."""
+    """Build the model on the meta device. The random numbers of the process stay as they were.
+    Raises JobError."""
     config = copy.deepcopy(configuration(architecture))
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
@@ -307,8 +309,8 @@ def front(parts: Parts) -> Any:
 
 
 def no_mask(device: torch.device) -> Tensor:
-    """A mask that is taken as it is: with no layers none has to be made, which would take memory of
-    the length squared, and on a GPU a wait."""
+    """Return a mask that the model takes as it is. With no layers it needs no full one, which would
+    take memory of the length squared, and on a GPU a wait."""
     return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
 
 
@@ -342,8 +344,8 @@ def _call(
     *,
     masked: bool = False,
 ) -> tuple[list[_Call], Any]:
-    """The own forward of `base` on the CPU, with nothing of size in it: calls and result. Other
-    `rows`, other tokens and hidden states. Raises JobError."""
+    """Run the own forward of `base` on the CPU, with nothing of size in it, and return calls and
+    result. Other `rows` have other tokens and hidden states. Raises JobError."""
     dtype = next(parts.layers[0].parameters()).dtype
     with torch.device("cpu"):
         given = (_pixels if architecture.task == "image" else _words)(
