@@ -143,7 +143,8 @@ def chaos(
 def of_hosts(
     live: Sequence[pb.NodeInfo], hosts: Mapping[str, Host], *, named: bool
 ) -> list[pb.NodeInfo]:
-    """The nodes that have a line; all of them, where they were `named`. Raises CommandFailed."""
+    """Return the live nodes that have a line in the file of hosts. Where the user `named` nodes,
+    all of them must have one. Raises CommandFailed."""
     found = [node for node in live if node.node in hosts]
     if named and len(found) < len(live):
         missing = ", ".join(node.node for node in live if node.node not in hosts)

@@ -148,7 +148,8 @@ class Drill:
         return False
 
     def _await_answer(self, kind: str, struck_at: float) -> None:
-        """A killed process may have done its part of the steps that were seen since."""
+        """Keep looking for `_BEFORE_S` after a kill. A killed process may have done its part of the
+        steps that were seen since."""
         until = struck_at + _BEFORE_S
         while kind.startswith("kill") and time.monotonic() < until:
             self._look()

@@ -21,13 +21,14 @@ class HostStriker(Striker):
     def __init__(
         self, address: str, hosts: Mapping[str, Host], access: Access, **others: Any
     ) -> None:
-        """`hosts`: by the node's name. `others`: as of any striker."""
+        """Strike at `hosts`, given by the node's name. `others` are the options of any striker."""
         super().__init__(address, **others)
         self._hosts = hosts
         self._access = access
 
     def check(self, nodes: Sequence[pb.NodeInfo], kinds: Sequence[str]) -> None:
-        """Raises CommandFailed with every host on which it cannot be done, and why."""
+        """Check that every host can be struck. Raises CommandFailed, which lists each host that
+        cannot be, and why."""
 
         async def look(node: pb.NodeInfo) -> str:
             try:

@@ -99,8 +99,8 @@ def look(agent: int, kinds: list[str]) -> dict[str, Any]:
 
 
 def strike(kind: str, agent: int, workers: list[int], for_s: float) -> dict[str, Any]:
-    """Strike the agent's node. Return the processes that were struck, and the one that has them go
-    on (0: none). Raises Refused."""
+    """Strike the agent's node. Return the struck processes, and the process that undoes the fault
+    (0: none). Raises Refused."""
     if not any(_words(agent)):
         return {"struck": [], "healer": 0}
     _check_agent(agent)
@@ -114,7 +114,7 @@ def strike(kind: str, agent: int, workers: list[int], for_s: float) -> dict[str,
 
 
 def kill(pids: Sequence[int]) -> list[int]:
-    """SIGKILL to all of them; return those that there were. Raises Refused."""
+    """Send SIGKILL to all of them, and return those that existed. Raises Refused."""
     # All stop first, so that none gets to see and tell the end of another.
     for pid in pids if len(pids) > 1 else ():
         _send(pid, signal.SIGSTOP)
@@ -122,7 +122,7 @@ def kill(pids: Sequence[int]) -> list[int]:
 
 
 def stop(pids: Sequence[int], for_s: float) -> tuple[list[int], int]:
-    """SIGSTOP to all of them; return those that there were, and the process that has them go on
+    """Send SIGSTOP to all of them. Return those that existed, and the process that continues them
     after `for_s` (0: none). Raises Refused."""
     healer = _start_healer(for_s, pids, "") if pids else 0
     return [pid for pid in pids if _send(pid, signal.SIGSTOP)], healer
@@ -207,7 +207,8 @@ def _below(pid: int) -> list[int]:
 
 
 def _began(pid: int) -> str:
-    """Ticks since the boot; empty: there is no such process."""
+    """Return the start time of a process in ticks since the boot; empty: there is no such
+    process."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     return ""

@@ -32,7 +32,8 @@ class Striker:
         restart_agent: str | None,
         restart_master: str | None,
     ) -> None:
-        """`address`: the master's; the two commands start again what was killed."""
+        """Strike the cluster whose master has `address`. The two commands restart a killed agent
+        and a killed master."""
         self._address = address
         self.stop_for_s = stop_for_s
         self._restart_agent = restart_agent
@@ -83,7 +84,7 @@ class Striker:
         return f"{node} {pids}".lstrip() if struck else None
 
     def _place(self, node: str) -> str:
-        """The words for the host where a node's processes are; none here."""
+        """Return the words that name the host of a node's processes; none here."""
         return ""
 
     def _act(self, node: str, action: str, **arguments: Any) -> dict[str, Any]:
@@ -101,7 +102,8 @@ class Striker:
         self._healers.clear()
 
     def restart(self, kind: str, node: str) -> str | None:
-        """The command that starts again what was killed, and is started; None: it needs none."""
+        """Start what was killed again, and return the command that does it. None: it needs no
+        command."""
         match kind:
             case "kill-agent" | "kill-node":
                 assert self._restart_agent is not None, "asked for with the kind"
@@ -133,7 +135,7 @@ def refusals() -> Iterator[None]:
 
 
 def check_here(nodes: Sequence[pb.NodeInfo]) -> None:
-    """Raises CommandFailed unless the processes of all nodes are this machine's."""
+    """Check that the processes of all nodes are on this machine. Raises CommandFailed."""
     away = [node for node in nodes if not is_here(node)]
     if away:
         names = ", ".join(node.node for node in away)
@@ -147,7 +149,7 @@ def check_here(nodes: Sequence[pb.NodeInfo]) -> None:
 
 
 def check_master_here(kind: str, address: str) -> None:
-    """Raises CommandFailed unless the master is a process of this machine, and the user's."""
+    """Check that the master is a process of this machine, and the user's. Raises CommandFailed."""
     if master_pid(address) is None:
         raise CommandFailed(
             f"--kinds {kind}: the master at {address} is no process of this machine, or another "

@@ -54,7 +54,8 @@ class Strike:
 def schedule(
     *, seed: int, mtbf_s: float, for_s: float, kinds: Sequence[str], nodes: Sequence[str]
 ) -> Iterator[Strike]:
-    """Faults as independent failures come: at exponential intervals, of any kind, anywhere."""
+    """Yield faults as independent failures come: at exponential intervals, of any kind,
+    anywhere."""
     draw = random.Random(seed)
     at_s = draw.expovariate(1 / mtbf_s)
     while at_s < for_s:

@@ -61,7 +61,7 @@ class _Position(msgspec.Struct, frozen=True, kw_only=True):
 
 class MLflow:
     def __init__(self, folder: Path, job_id: str) -> None:
-        """Raises CommandFailed, OSError."""
+        """Open the run of `job_id`, or begin one. Raises CommandFailed, OSError."""
         for name, value in _SETTINGS.items():
             os.environ.setdefault(name, value)
         store = os.environ.get("MLFLOW_TRACKING_URI") or (folder / STORE).absolute().as_uri()
