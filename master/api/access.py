@@ -184,9 +184,12 @@ class Access:
         allowed: Callable[[str, "Identity | None"], None] = lambda peer, who: None,
         denied: Callable[[str], Awaitable[None]] = _at_once,
     ) -> None:
-        """`secured`: whether callers have to show certificates; `refused`: counts denials;
-        `allowed` is told of calls that are, by the peer's name in gRPC and who it is; `denied` is
-        told of the others, and returns when one may be answered."""
+        """Take the rules, and the counter `refused` of denials.
+
+        `secured`: callers have to show certificates. `allowed` gets the peer's name in gRPC and the
+        caller's identity at every allowed call. `denied` gets the peer's name at the others, and
+        returns when the call may be answered.
+        """
         self._trust = trust
         self._refused = refused
         self._secured = secured
@@ -195,7 +198,7 @@ class Access:
         self._told: set[tuple[str, str]] = set()
 
     async def check(self, method: str, context: Context) -> None:
-        """Ends the call where the caller may not make it."""
+        """End the call where the caller may not make it."""
         code = grpc.StatusCode.UNAUTHENTICATED
         who = "nobody"
         try:

@@ -162,7 +162,8 @@ class ControlService(rpc.ControlServicer):
 
 
 def _answer(session: AgentSession, message: pb.Examined) -> Answer:
-    """Raises ValueError where it is malformed, and not of a later release."""
+    """Read the agent's answer. Raises ValueError where it is malformed; from an agent of a later
+    release it is then Unable."""
     try:
         return read_answer(message)
     except ValueError as error:
@@ -172,8 +173,8 @@ def _answer(session: AgentSession, message: pb.Examined) -> Answer:
 
 
 async def _write_whole(context: Context, message: pb.MasterMessage) -> None:
-    """Also where this is cancelled meanwhile: under a write that goes on, gRPC cannot send the
-    status that ends the stream, and the agent would wait for it for ever."""
+    """Write the message to its end, also where this is cancelled meanwhile. During a write gRPC
+    cannot send the status that ends the stream: the agent would wait for ever."""
     writing = asyncio.ensure_future(context.write(message))
     # How it ended is of interest only to whoever waits for it; asyncio would log it otherwise.
     writing.add_done_callback(lambda written: written.cancelled() or written.exception())
@@ -193,7 +194,7 @@ async def _write(session: AgentSession, context: Context) -> None:
 
 
 def _check_slots(incoming: Incoming, slots: int) -> None:
-    """Raises ValueError where an agent speaks of workers that its node does not have."""
+    """Check that the workers an agent speaks of are its node's. Raises ValueError."""
     match incoming:
         case NodeStatus(workers=workers):
             for worker in workers:
@@ -205,7 +206,7 @@ def _check_slots(incoming: Incoming, slots: int) -> None:
 
 
 def _incoming(message: pb.AgentMessage) -> list[Incoming]:
-    """Raises ValueError where the message is malformed."""
+    """Read what the message brings. Raises ValueError where it is malformed."""
     match message.WhichOneof("body"):
         case "status":
             return [read_status(message.status)]

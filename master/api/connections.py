@@ -81,12 +81,12 @@ def share(waiting: Iterable[int], of_source: int, in_all: int) -> int:
 
 
 def source_of(address: bytes) -> bytes:
-    """An IPv4 address, or the network of an IPv6 address."""
+    """Return an IPv4 address as it is, or the network of an IPv6 address."""
     return address if len(address) == 4 else address[:_NETWORK_BYTES]
 
 
 def _address_of(peer: str) -> Peer:
-    """`peer`: as gRPC names it, ipv4:10.0.0.1:4242."""
+    """Parse a peer as gRPC names it, such as ipv4:10.0.0.1:4242."""
     host, _, port = unquote(peer).partition(":")[2].rpartition(":")
     return packed(host.strip("[]")), int(port)
 
@@ -139,7 +139,8 @@ class Connections:
         return len(self._known)
 
     def allowed(self, peer: str, who: "Identity | None") -> None:
-        """A call of this peer, as gRPC names it (ipv4:10.0.0.1:4242), was allowed."""
+        """Note that a call of this peer was allowed. `peer`: as gRPC names it, such as
+        ipv4:10.0.0.1:4242."""
         # Anybody may have made many connections by one token before it lets somebody in.
         if peer not in self._known and not (who is not None and who.token):
             self._known[peer] = _address_of(peer), who
@@ -152,7 +153,7 @@ class Connections:
         await asyncio.sleep(budget.owe(1, now))
 
     async def watch(self, port: int) -> None:
-        """Never returns; ends by cancellation."""
+        """Watch the connections to `port` until this is cancelled."""
         told = ""
         while True:
             try:
@@ -165,7 +166,8 @@ class Connections:
             await asyncio.sleep(_AGAIN_S)
 
     async def _watch(self, there: Port) -> None:
-        """Raises OSError where the kernel does not tell, or does not refuse."""
+        """Watch, and have the kernel refuse the hosts that take too many. Raises OSError where it
+        does not tell of connections, or does not refuse."""
         refusals, self.refused = Refusals(), frozenset[bytes]()
         there.refuse(self.refused)
         looked_at, were_open = self._now(), open_files()

@@ -67,7 +67,7 @@ class Calls:
 
     @asynccontextmanager
     async def count(self, method: str, context: Any, *, stream: bool) -> AsyncIterator[None]:
-        """Around all that is done for one call of `method`, written as /service/name."""
+        """Count one call of `method`, written as /service/name, within which all is done for it."""
         name, began = method.rpartition("/")[2], self._now()
         self.open[name] += 1
         cancelled = True
@@ -107,8 +107,8 @@ class Share:
 
 class Shares:
     def __init__(self, denied: Callable[[str], Awaitable[None]]) -> None:
-        """`denied` is told of the peers of calls that are too many, and returns when one may be
-        answered."""
+        """Begin without callers. `denied` gets the peers of calls that are too many, and returns
+        when one may be answered."""
         self._denied = denied
         #: Of holders that have calls, by their names in certificates.
         self._of: dict[str, Share] = {}
@@ -195,7 +195,7 @@ def _request_kind(handler: Handler) -> type[Message]:
 
 
 def _read(kind: type[Message], most_bytes: int, data: bytes) -> Any:
-    """Raises _Malformed."""
+    """Decode and check a request. Raises _Malformed."""
     if len(data) > most_bytes:
         raise _Malformed(f"the request has {len(data)} bytes; at most {most_bytes} are taken")
     try:
@@ -210,14 +210,14 @@ def _read(kind: type[Message], most_bytes: int, data: bytes) -> Any:
 
 
 async def _each(requests: AsyncIterator[bytes], read: Read, share: Share) -> AsyncIterator[Any]:
-    """Raises _Malformed."""
+    """Yield the requests of a stream in the share's turns. Raises _Malformed."""
     async for request in requests:
         await share.turns.take()
         yield read(request)
 
 
 async def _only(requests: AsyncIterator[bytes], read: Read, share: Share) -> Any:
-    """Raises _Malformed."""
+    """Return the one request of a call. Raises _Malformed."""
     async with share.receiving:
         async for request in requests:
             await share.turns.take()
@@ -229,7 +229,8 @@ async def _only(requests: AsyncIterator[bytes], read: Read, share: Share) -> Any
 async def _answering(
     check: Check, count: Count, holding: Holding, context: Any
 ) -> AsyncIterator[Share]:
-    """Around a method: it is counted, and what it raises ends the call with a status."""
+    """Check and count the call that a method answers within. An error within ends the call with a
+    status."""
     async with count(context):
         await check(context)
         async with _told(context), holding(context) as share:
@@ -264,8 +265,8 @@ async def _told(context: Any) -> AsyncIterator[None]:
 
 
 def _letting_go(guarded: Callable[[Any, Any], Awaitable[Any]]) -> Any:
-    """gRPC keeps what ends a call in a cycle of references with it. The frames in its traceback
-    would keep the request, until the next collection."""
+    """Wrap a method so that the error that ends a call does not keep its request. gRPC holds the
+    error in a cycle of references, until the next collection."""
 
     async def answered(requests: AsyncIterator[bytes], context: Any) -> Any:
         try:

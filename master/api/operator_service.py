@@ -356,7 +356,7 @@ class OperatorService(rpc.OperatorServicer):
     async def _workers(
         self, job: Job, request: pb.LogsRequest, context: Context
     ) -> frozenset[WorkerId] | None:
-        """The worker of the asked rank; None: all."""
+        """Return the worker of the asked rank; None: all workers."""
         if not request.HasField("rank"):
             return None
         workers = job.current.made.plan.workers if job.current.made is not None else ()
@@ -387,7 +387,7 @@ async def _check_request_id(request_id: str, context: Context) -> None:
 
 
 def _read_submission(request: pb.SubmitRequest) -> tuple[JobSpec, Profile | None]:
-    """Raises ValueError."""
+    """Parse a submitted job, and its profile where it names one. Raises ValueError."""
     if len(request.job) > MOST_JOB_CHARACTERS:
         raise ValueError(
             f"job: has {len(request.job)} characters, at most {MOST_JOB_CHARACTERS} are a job"
@@ -404,7 +404,7 @@ def _read_submission(request: pb.SubmitRequest) -> tuple[JobSpec, Profile | None
 
 
 def _read_profile(spec: JobSpec, request: pb.SubmitRequest) -> Profile | None:
-    """The profile that the job names. Raises ValueError."""
+    """Parse the profile that the job names; None: it names no file. Raises ValueError."""
     if request.profile_only and spec.profile != "measure":
         raise ValueError(f"profile: is {spec.profile}; to measure the model, set it to measure")
     if spec.profile_path is None:

@@ -81,7 +81,7 @@ ID_CHARACTERS = 12
 
 
 def _key(path: Path) -> pki.Key:
-    """Raises ValueError with the file and the fix."""
+    """Read a private key. Raises ValueError with the file and the fix."""
     content = read_secret(path)
     try:
         return pki.read_key(content)
@@ -90,7 +90,8 @@ def _key(path: Path) -> pki.Key:
 
 
 def _check_pair(folder: Path, name: str, certificate: bytes, key: pki.Key) -> None:
-    """Raises ValueError with the file and the fix."""
+    """Check that a certificate is of the key beside it. Raises ValueError with the file and the
+    fix."""
     try:
         fits = pki.matches(certificate, key)
     except ValueError as error:
@@ -101,7 +102,8 @@ def _check_pair(folder: Path, name: str, certificate: bytes, key: pki.Key) -> No
 
 class AuthorityFolder:
     def __init__(self, folder: Path) -> None:
-        """Raises ValueError with the file and the fix."""
+        """Read the authority and the master's certificate from `folder`. Raises ValueError with the
+        file and the fix."""
         self._folder = folder
         certificate = read_file(folder / AUTHORITY)
         self._certificate = read_file(folder / MASTER_CERTIFICATE)
@@ -120,7 +122,8 @@ class AuthorityFolder:
         return pki.key_digest(self.authority.key.public_key())
 
     def server_credentials(self) -> grpc.ServerCredentials:
-        """Clients must show a certificate of this cluster."""
+        """Return the credentials of a server whose clients must show a certificate of this
+        cluster."""
         self._renew_if_due()
         return grpc.dynamic_ssl_server_credentials(
             self._configuration(),
@@ -143,7 +146,8 @@ class AuthorityFolder:
         return grpc.ssl_server_certificate_configuration([pair], self.authority.certificate)
 
     def _newer_configuration(self) -> grpc.ServerCertificateConfiguration | None:
-        """Called by gRPC's threads at every handshake; None: the one before is good."""
+        """Return the configuration with a renewed certificate; None: the one before is good. gRPC's
+        threads call this at every handshake."""
         with self._lock:
             return self._configuration() if self._renew_if_due() else None
 
@@ -167,8 +171,8 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 class PkiService(rpc.PkiServicer):
     def __init__(self, master: Master, authority: "Authority | None", life_s: float) -> None:
-        """`authority`: None where the service is in the clear; `life_s`: of the certificates that
-        holders are given."""
+        """Serve certificates of `authority` that are valid for `life_s`. `authority`: None where
+        the service is in the clear."""
         self._master = master
         self._authority = authority
         self._life_s = life_s
@@ -291,7 +295,8 @@ class PkiService(rpc.PkiServicer):
         return pb.RevokeReply()
 
     async def _ready(self, context: Context) -> "tuple[Authority, Identity]":
-        """The authority and who calls, which a service with an authority always knows."""
+        """Return the authority and the caller, who is always known where there is an authority. End
+        the call where there is none."""
         identity = caller(context)
         if self._authority is None or identity is None:
             text = (

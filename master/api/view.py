@@ -101,7 +101,8 @@ def job_status(state: ClusterState, job: Job, config: MasterConfig, now: float) 
 
 
 def _data_plane(state: ClusterState, job: Job) -> str:
-    """Between the nodes of its plan; before there is one, between all."""
+    """Return the kind of data plane between the nodes of the plan; without a plan, between all
+    nodes."""
     names = job.current.members or tuple(state.nodes)
     local = bool(names) and all(is_loopback(state.nodes[name].facts.address) for name in names)
     if local and job.spec.data_plane != "sealed":
@@ -113,7 +114,7 @@ def _data_plane(state: ClusterState, job: Job) -> str:
 
 
 def _tell_incident(message: pb.JobStatus, job: Job) -> None:
-    """The newest one, whether it is over or not."""
+    """Fill in the newest incident, whether it is over or not."""
     message.incidents = job.incidents
     last, failure, slowdown = job.last_incident, job.incident, job.slowdown
     if last is not None and last.number == job.incidents:
@@ -169,8 +170,8 @@ def step_age_s(seen: JobSeen, now: float) -> float | None:
 
 
 def tokens_per_s(recent: Sequence[StepRecord]) -> float:
-    """Over the time between the first and the last of the recent steps; of one alone, over its own.
-    0: they took no time, or there are none."""
+    """Return the rate between the first and the last of the recent steps. A single step counts over
+    its own time. 0: the steps took no time, or there are none."""
     if not recent:
         return 0.0
     first, *others = recent

@@ -102,7 +102,7 @@ class Wheels:
             sync_directory(self._folder.parent)
 
     async def parts(self, digest: str, context: Any) -> AsyncIterator[bytes]:
-        """The wheel with that hash, in parts; ends the call where there is none."""
+        """Yield the wheel with that hash in parts. End the call where there is none."""
         file = None
         if digest_of(stored_as(digest)) is not None:
             with suppress(FileNotFoundError):
@@ -124,7 +124,8 @@ class Wheels:
             await asyncio.sleep(_LOOK_S)
 
     def remove_all_but(self, named: Collection[str | None], now: float) -> None:
-        """`named`: hashes that jobs name which go on; `now`: by the clock of files."""
+        """Remove the old wheels that no job names which goes on. `named`: the hashes that are kept;
+        `now`: by the clock of files."""
         if not self._folder.exists():
             return
         for file in self._folder.iterdir():
