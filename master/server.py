@@ -144,8 +144,8 @@ async def serve(config: MasterConfig, journal: Journal) -> None:
 
 @contextlib.contextmanager
 def _taken(listen: str) -> Iterator[None]:
-    """Within, nobody else gets the address. Raises Unusable; gRPC, which gets it then, says only in
-    its own words why it cannot."""
+    """Hold the address, so that nobody else binds it within. Raises Unusable, with the reason that
+    gRPC would tell only in its own words."""
     host, _, port = listen.rpartition(":")
     try:
         family, kind, _, _, address = socket.getaddrinfo(
@@ -208,7 +208,7 @@ def announce(config: MasterConfig, address: str) -> contextlib.ExitStack:
 
 
 def _show(config: MasterConfig, authority: "AuthorityFolder | None") -> tuple[str, ...]:
-    """The flags of a process of the master's own, which only reads. Raises OSError."""
+    """Return the flags of the master's own process that only reads. Raises OSError."""
     if authority is None:
         return ("--insecure",)
     authority.make_viewer(config.viewer)
@@ -216,8 +216,8 @@ def _show(config: MasterConfig, authority: "AuthorityFolder | None") -> tuple[st
 
 
 async def _all_ended() -> None:
-    """Calls outlive the server that answers them by some iterations of the event loop; one that is
-    cancelled in these ends in a traceback."""
+    """Wait for the calls, which outlive their server by some iterations of the event loop. A call
+    that is cancelled in these ends in a traceback."""
     others = asyncio.all_tasks() - {asyncio.current_task()}
     if others:
         await asyncio.wait(others, timeout=_ENDING_S)

@@ -135,13 +135,13 @@ class Archive:
         self._gaps: dict[JobId, _Gap] = {}
 
     def metrics(self, job_id: JobId) -> MetricsLog:
-        """Raises StorageFailed."""
+        """Return the job's log of metrics, and open it the first time. Raises StorageFailed."""
         if job_id not in self._metrics:
             self._metrics[job_id] = MetricsLog(self._path(job_id, "metrics.jsonl"))
         return self._metrics[job_id]
 
     def evaluations(self, job_id: JobId) -> EvaluationLog:
-        """Raises StorageFailed."""
+        """Return the job's log of evaluations, and open it the first time. Raises StorageFailed."""
         if job_id not in self._evaluations:
             self._evaluations[job_id] = EvaluationLog(self._path(job_id, "evaluations.jsonl"))
         return self._evaluations[job_id]
@@ -158,7 +158,7 @@ class Archive:
         return new
 
     def expect(self, job_id: JobId, last: int) -> None:
-        """Know that the job has committed the steps up to `last`."""
+        """Note that the job has committed the steps up to `last`."""
         metrics = self.metrics(job_id)
         metrics.expect(last)
         if metrics.waits:
@@ -197,7 +197,7 @@ class Archive:
         return found
 
     def lose(self, job_id: JobId, steps: range) -> None:
-        """Know that the records of these steps never come."""
+        """Note that the records of these steps never come."""
         self.metrics(job_id).lose(steps)
 
     def take_evaluation(self, job_id: JobId, record: EvaluationRecord) -> bool:
@@ -216,7 +216,7 @@ class Archive:
             self.storage.failed(failed)
 
     def forget(self, job_id: JobId) -> None:
-        """The job's files are complete, and stay."""
+        """Write what still waits, and close the job's files. They are complete, and stay."""
         self._gaps.pop(job_id, None)
         self.write()
         if self.storage.problem:  # some of it may still wait

@@ -49,7 +49,8 @@ class _Text(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def take(state: ClusterState, lines: Mapping[JobId, int]) -> str:
-    """The text of all of `state` that is durable, and of how many event lines it has given."""
+    """Return the text of all durable parts of `state`, and of the number of event lines in each
+    job's log."""
     text = _Text(
         state=_parts(state),
         nodes={name: _parts(node) for name, node in state.nodes.items()},
@@ -76,7 +77,7 @@ def restore(content: str, now: float) -> tuple[ClusterState, dict[JobId, int]]:
 
 
 def _parts(value: Any) -> dict[str, msgspec.Raw]:
-    """The fields of one dataclass, and of the groups in it."""
+    """Encode the fields of one dataclass, and of the groups in it."""
     parts = {}
     kind: Any = type(value)
     for name, hint in _kept(kind).items():
@@ -112,7 +113,7 @@ def _decoded(text: msgspec.Raw, hint: Any) -> Any:
 
 @cache
 def _kept(kind: type) -> dict[str, Any]:
-    """The fields of a dataclass that are in a snapshot, and their types."""
+    """Return the types of those fields of a dataclass that a snapshot holds, by name."""
     assert is_dataclass(kind)
     hints, left_out = get_type_hints(kind), _LEFT_OUT.get(kind, ())
     # What does not count in comparisons follows from the rest.
