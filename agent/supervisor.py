@@ -95,8 +95,8 @@ class Supervisor:
         start_worker: StartWorker = WorkerProcess,
         wheels: WheelCache | None = None,
     ) -> None:
-        """`start_warm`, `start_worker`: what stands for the processes here. `wheels`: those that
-        jobs bring; None: this node takes none."""
+        """Take the dependencies of a node's supervisor. `start_warm` and `start_worker` start its
+        processes. `wheels` holds those that jobs bring; None: this node takes none."""
         self._config = config
         #: Where all that the master is to hear is put.
         self._outbox = outbox

@@ -67,8 +67,9 @@ class WheelCache:
     """Cache of wheels that are unpacked on this node."""
 
     def __init__(self, master: Callable[[], Endpoint] | None, folder: Path | None = None) -> None:
-        """`master`: where wheels come from, with the newest certificate; None: this node takes
-        none. `folder`: None: one below the home."""
+        """Use `folder` for the cache, or one below the home where it is None. `master` returns the
+        address that wheels come from, with the newest certificate. None: this node takes no
+        wheels."""
         self._master = master
         self._folder = folder
         #: All workers of a node want the same one at the same time.
