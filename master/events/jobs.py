@@ -17,11 +17,12 @@ from oobleck.master.events.nodes import Evidence
 from oobleck.master.policies import MOVING, is_base
 from oobleck.planner.recovery.rules import Next
 
-#: Of the way into a generation, in order: the loss is found out, no plan is found and none can be
-#: made until nodes come, the workers leave the generation before, meet, move layers, and train.
+#: Phases of the way into a generation, in order. The loss is found out, no plan is found, and none
+#: can be made until nodes come. Then workers leave the generation before, meet, move layers, and
+#: train.
 Phase = Literal["detect", "plan", "waiting", "abort", "rendezvous", "transfer", "first_step"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
-#: What a plan answers.
+#: Reason that a plan answers.
 Cause = Literal[
     "start",
     "node lost",
@@ -44,27 +45,27 @@ Cause = Literal[
 class ReconfigurationStats(msgspec.Struct, frozen=True, kw_only=True):
     """Statistics of the transition into a generation, as far as it went."""
 
-    #: By `Phase`; they add up to `total_s`.
+    #: Seconds by `Phase`; they add up to `total_s`.
     phases: dict[str, float]
     total_s: float
     #: Step that was begun and is done again; None: none.
     redo_step: int | None
     rolled_forward: bool
     received_bytes: int
-    #: Of these, what came while the generation before trained on.
+    #: Part of the received bytes that came while the generation before trained on.
     fed_bytes: int = 0
-    #: For how long no step was committed, less one step of the generation before; None: not known.
+    #: Time without a committed step, less one step of the generation before; None: not known.
     stall_s: float | None = None
-    #: Micro-batches of the step that is done again which did not have to be.
+    #: Micro-batches of the redone step that did not have to be computed again.
     salvaged_microbatches: int = 0
-    #: Where it did not come to a step: who had not left the generation before.
+    #: Workers that had not left the generation before, where this one came to no step.
     unanswered: tuple[WorkerId, ...] = ()
-    #: The phases inside were not observed because the master restarted meanwhile.
+    #: True: the phases between were not observed, because the master restarted meanwhile.
     master_restarted: bool
 
 
 class StandByFor(msgspec.Struct, frozen=True, kw_only=True):
-    """A slow worker is put to stand by; for so long nothing that it measures makes it better."""
+    """Time for which a slow worker stands by; no measurement of it shortens that."""
 
     worker: WorkerId
     incarnation: Incarnation
@@ -75,15 +76,15 @@ class Expected(msgspec.Struct, frozen=True, kw_only=True):
     """Expectation of a plan by the planner, computed from the job's profile."""
 
     step_s: float
-    #: How long the state that moves takes.
+    #: Time that moving the state takes.
     stall_s: float
 
 
 class PlanMade(Assign, frozen=True, kw_only=True, tag=True):
-    """The next generation: every node of the plan is to enter it as `Assign` says."""
+    """Next generation; every node of the plan is to enter it as `Assign` says."""
 
     job_id: JobId
-    #: The processes that the plan counts on, in rank order.
+    #: Processes that the plan counts on, in rank order.
     incarnations: tuple[Incarnation, ...]
     cause: Cause
     rule: str
@@ -94,30 +95,30 @@ class PlanMade(Assign, frozen=True, kw_only=True, tag=True):
     can_lose: int
     worker_slots: int
     detect_s: float
-    #: The processes of those that leave.
+    #: Processes of the workers that leave.
     leaving_incarnations: tuple[Incarnation, ...] = ()
-    #: Those of its workers whose processes were not up yet.
+    #: Workers of the plan whose processes were not up yet.
     starting: tuple[WorkerId, ...] = ()
-    #: The series of torch that its nodes have; empty: more than one, or not known.
+    #: Series of torch that the plan's nodes have; empty: more than one, or not known.
     torch: str = ""
-    #: Their engine (`oobleck.host.versions`).
+    #: Engine that the plan's nodes have (`oobleck.host.versions`).
     engine: str
-    #: Whose plan it is (`oobleck.planner.recovery.policies`).
+    #: Policy that made the plan (`oobleck.planner.recovery.policies`).
     policy: str = MOVING
-    #: Whose plan is to follow at a step boundary; empty: nobody's.
+    #: Policy whose plan is to follow at a step boundary; empty: none.
     then: Next | Literal[""] = ""
-    #: None: it was not asked for, as of the first plan.
+    #: Prediction for the plan; None: it was not asked for, as of the first plan.
     expected: Expected | None = None
-    #: Nobody had entered the plan before, which was for a step boundary: this one comes from the
-    #: one that was trained in.
+    #: True: nobody had entered the plan before, which was for a step boundary. This plan comes from
+    #: the one that was trained in.
     passes_over: bool = False
     #: Slow workers of nodes that stand by, and how slow they were then.
     standing_by: tuple[WorkerRate, ...] = ()
-    #: Those of them that had a part in the plan before.
+    #: Slow workers among these that had a part in the plan before.
     stand_by_for: tuple[StandByFor, ...] = ()
-    #: Of the generation before, where it did not come to its first step.
+    #: Statistics of the generation before, where it did not come to its first step.
     overtaken: ReconfigurationStats | None = None
-    #: What was seen of failures since the last event that carries such.
+    #: Observations of failures since the last event that carries such.
     evidence: tuple[Evidence, ...] = ()
 
     @property
@@ -127,21 +128,21 @@ class PlanMade(Assign, frozen=True, kw_only=True, tag=True):
 
     @property
     def is_base(self) -> bool:
-        """Return whether later plans start from this plan's pipelines rather than from an earlier
+        """True if later plans start from this plan's pipelines rather than from an earlier
         plan's."""
         return is_base(self.policy, self.rule)
 
 
 class PlanFound(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Agents have a plan that the journal does not have, and not all of them are there that are in
-    it. It tells which layers their workers hold."""
+    """Plan that agents have and the journal does not, while some of its nodes are missing. It tells
+    which layers their workers hold."""
 
     job_id: JobId
     plan: Plan
 
 
 class FirstStepCommitted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The newest generation has committed its first step."""
+    """Event: the newest generation has committed its first step."""
 
     job_id: JobId
     generation: Generation
@@ -170,21 +171,21 @@ class JobSubmitted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     job_id: JobId
     request_id: str
     spec: JobSpec
-    #: Of the file that the job names.
+    #: Profile in the file that the job names.
     profile: Profile | None = None
-    #: The job ends as soon as its profile is measured.
+    #: True: the job ends as soon as its profile is measured.
     profile_only: bool = False
 
 
 class JobAdopted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A job that nodes train and that this master did not know is its own from here on."""
+    """Job that nodes train and this master did not know; from here on it is its own."""
 
     job_id: JobId
     request_id: str
     spec: JobSpec
-    #: Held until now.
+    #: Nodes that were held until now.
     nodes: tuple[NodeName, ...]
-    #: The newest that they have told.
+    #: Newest generation that they have told.
     generation: Generation
 
 
@@ -194,13 +195,13 @@ class JobCancelRequested(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class JobStarted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The job has its turn: nodes get ready for it."""
+    """Event: the job has its turn, and nodes get ready for it."""
 
     job_id: JobId
 
 
 class JobPutBack(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The job, that cannot go on for now, lets another one have its turn."""
+    """Event: a job that cannot go on for now lets another one have its turn."""
 
     job_id: JobId
     instead: JobId
@@ -212,12 +213,12 @@ class MeasuringStarted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     job_id: JobId
     wish: Measure
     workers: tuple[tuple[WorkerId, Incarnation], ...]
-    #: Why the stored profile of that key is not used; empty: there is none.
+    #: Reason why the stored profile of that key is not used; empty: there is none.
     passed_over: str = ""
 
 
 class ProfileChosen(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The profile that all plans of the job are made by."""
+    """Profile by which all plans of the job are made."""
 
     job_id: JobId
     source: Literal["measured", "stored", "file", "estimate"]
@@ -226,19 +227,19 @@ class ProfileChosen(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     #: Name under which it is stored; empty: it is not.
     key: str
     reason: str
-    #: How it was measured.
+    #: Notes on how it was measured.
     notes: dict[str, Any] = {}
 
 
 class JobWaiting(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """No plan is possible until nodes come."""
+    """Event: no plan is possible until nodes come."""
 
     job_id: JobId
     causes: tuple[str, ...]
 
 
 class CheckpointRequested(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """An operator wants a checkpoint; requests of a job are numbered from 1."""
+    """Request of an operator for a checkpoint. Requests of a job are numbered from 1."""
 
     job_id: JobId
     request_id: str
@@ -246,25 +247,25 @@ class CheckpointRequested(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class CheckpointPublished(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The job can go on from this checkpoint."""
+    """Checkpoint from which the job can go on."""
 
     job_id: JobId
     saved: CheckpointSaved
 
 
 class SaveProblem(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A checkpoint, or the output, could not be written so far."""
+    """Event: a checkpoint, or the output, could not be written so far."""
 
     job_id: JobId
     failed: SaveFailed
 
 
 class JobRestored(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The workers go on from a checkpoint."""
+    """Event: the workers go on from a checkpoint."""
 
     job_id: JobId
     restored: Restored
-    #: The job began with it, instead of with initial weights.
+    #: True: the job began with it, instead of with initial weights.
     resumed: bool
     #: Committed steps that are done again.
     lost_steps: int
@@ -274,28 +275,28 @@ class JobCaughtUp(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Event: the steps that were lost by going back to a checkpoint are committed again."""
 
     job_id: JobId
-    #: How far training is.
+    #: Step that training has reached.
     step: int
 
 
 class RateChanged(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A worker computes more slowly than the others, or does so no more."""
+    """Event: a worker computes more slowly than the others, or does so no more."""
 
     job_id: JobId
     worker: WorkerId
     incarnation: Incarnation
-    #: 0.5: half as fast as the others; 1: as fast, or its process is another one.
+    #: Relative speed: 0.5 is half as fast as the others; 1 is as fast, or another process.
     rate: float
-    #: Seconds that it has computed per step, and that it would have at the others' pace.
+    #: Seconds that it has computed per step, and would have at the others' pace.
     step_s: float = 0.0
     usual_s: float = 0.0
-    #: So many steps have told it, in so many seconds; 0: its process is another one, or it was
-    #: measured `alone`.
+    #: Steps that have told the rate, and their time. 0: another process, or it was measured
+    #: `alone`.
     steps: int = 0
     seconds: float = 0.0
-    #: It stands by, and the step is one of another worker.
+    #: True: the worker stands by, and the step is another worker's.
     alone: bool = False
-    #: What holds its GPU back, by NVML; empty: nothing that was seen.
+    #: Cause that holds its GPU back, by NVML; empty: none was seen.
     hindrance: str = ""
 
     @property
@@ -315,15 +316,15 @@ class RateChanged(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class RecordsDiffer(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Two nodes have told different things of the same step, of which all workers make one record:
-    one of them is broken, or lies."""
+    """Event: two nodes have told different things of one step. All workers make one record of it,
+    so one of the nodes is broken, or lies."""
 
     job_id: JobId
-    #: What it is that they told of.
+    #: Kind of the record.
     record: Literal["step", "evaluation", "restore"]
     step: int
     nodes: tuple[NodeName, NodeName]
-    #: Names of what differs.
+    #: Names of the fields that differ.
     fields: tuple[str, ...]
 
 
@@ -337,20 +338,20 @@ class RecordsLost(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     @property
     def steps(self) -> range:
-        """The steps."""
+        """Range of the lost steps."""
         return range(self.first, self.last + 1)
 
 
 class JobSucceeded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     job_id: JobId
-    #: Of a generation that came after the last step and has only saved the result.
+    #: Statistics of a generation that came after the last step and has only saved the result.
     transition: ReconfigurationStats | None = None
 
 
 class JobFailed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     job_id: JobId
     reason: str
-    #: It failed for want of this node alone, by the word of a worker there.
+    #: Node that failed the job, for want of it alone, by the word of a worker there.
     node: NodeName | None = None
     transition: ReconfigurationStats | None = None
     #: As in PlanMade.
@@ -366,7 +367,7 @@ JobEnded = JobSucceeded | JobFailed | JobCancelled
 
 
 class JobForgotten(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The job ended long ago: its files alone tell of it from now on."""
+    """Event: the job ended long ago, and its files alone tell of it from now on."""
 
     job_id: JobId
 

@@ -25,7 +25,7 @@ from oobleck.proto.types import Assignment, Happening, Head, NodeStatus
 
 
 class StreamOpened(msgspec.Struct, frozen=True, kw_only=True):
-    """The agent's newest session; a session number is never used twice."""
+    """Newest session of an agent; a session number is never used twice."""
 
     node: NodeName
     session: int
@@ -36,11 +36,11 @@ class StreamOpened(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AgentRefused(msgspec.Struct, frozen=True, kw_only=True):
-    """An agent has registered under this name and was refused."""
+    """Event: an agent has registered under this name and was refused."""
 
     node: NodeName
     incarnation: Incarnation
-    #: The head that it follows in place of this one; None: that is not why.
+    #: Head that the agent follows in place of this one; None: that is not why.
     follows: Head | None = None
 
 
@@ -101,10 +101,10 @@ class EvaluationReceived(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Tick(msgspec.Struct, frozen=True, kw_only=True):
-    """Time has passed; `late_s` is how much later than planned the master looks."""
+    """Event: time has passed. `late_s` is how much later than planned the master looks."""
 
     late_s: float
-    #: Late enough for agents to have given up their streams because of it.
+    #: True: agents may have given up their streams because the master was late.
     cut: bool
 
 
@@ -140,21 +140,21 @@ class TokenRevoked(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class CredentialIssued(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A certificate was given out, by a token or in place of one that ends."""
+    """Certificate that was given out, for a token or in place of one that ends."""
 
     role: Role
     name: str
     #: Unix time.
     expires_at: float
     #: Fingerprint of the token that it was given for, which is used up by that, and SHA-256 of the
-    #: key that may ask again; empty: it replaces one.
+    #: key that may ask again. Empty: it replaces another certificate.
     token: str = ""
     key: str = ""
 
 
 class CredentialsRevoked(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """No certificate that this holder was given before is good any more, nor a token that was made
-    by the holder or that the holder could join by, but for those that others have joined by."""
+    """Event: no certificate given to this holder before is good any more. Nor is a token that it
+    made, or could join by; those that others have joined by stay."""
 
     role: Role
     name: str
@@ -164,20 +164,20 @@ TrustChanged = TokenCreated | TokenRevoked | CredentialIssued | CredentialsRevok
 
 
 class MasterStarted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A master has replayed the journal: whatever an earlier one observed is forgotten."""
+    """Event: a master has replayed the journal, and the observations of an earlier one are
+    forgotten."""
 
     #: Random id of the process.
     start: str
 
 
 class JournalCut(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The journal was found with an end that is no whole event, or without events that had been
-    acted on."""
+    """Event: the journal ended in a part of an event, or lacked events that had been acted on."""
 
-    #: What was cut off, and the name of the file that has it.
+    #: Count of the bytes cut off, and the name of the file that has them.
     bytes: int
     kept_as: str
-    #: Of jobs whose events.jsonl has more lines than the journal gives: how many it has.
+    #: Number of lines in events.jsonl of each job that has more than the journal gives.
     records: dict[JobId, int]
 
 
@@ -190,9 +190,9 @@ class TermBegan(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     number: int
     #: Random id of the master that begins it.
     begun_by: str
-    #: Where its state directory is.
+    #: Place of its state directory.
     place: str
-    #: For operators.
+    #: Reason for operators.
     reason: str
 
 
