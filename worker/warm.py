@@ -90,7 +90,7 @@ def run_worker(channel_fd: int, output_fd: int, marker_fd: int, warm_pid: int) -
     os.close(null)
     os.close(output_fd)
     host_log.configure()
-    faulthandler.register(signal.SIGUSR1, all_threads=True)  # prints stacks to the log
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # SIGUSR1 prints stacks to the log
 
     status = 1
     try:

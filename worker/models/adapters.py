@@ -1,9 +1,14 @@
 """Adapters: GPT-2, Llama and BERT of transformers as layers, from modules of transformers.
 
-They have over `causal_lm` dropout by sample, norms that are true in float64, no rounding noise in
-gradients that are zero, weight gradients that may be left for later (GPT-2's are transposed), and
-BERT's masked tokens. The GPT-3 sizes are of kind gpt2. Importing this imports transformers, which
-takes two seconds.
+They have over `causal_lm`:
+
+- dropout by sample
+- norms that are true in float64
+- no rounding noise in gradients that are zero
+- weight gradients that may be left for later (GPT-2's are transposed)
+- BERT's masked tokens
+
+The GPT-3 sizes are of kind gpt2. Importing this imports transformers, which takes two seconds.
 """
 
 import json
@@ -55,7 +60,7 @@ def options(spec: ModelSpec) -> dict[str, Any]:
 @cached(maxsize=16)
 def _configuration(kind: Callable[..., Any], text: str) -> Any:
     try:
-        # Without the special tokens, which mean nothing to training and draw a warning where they
+        # Special tokens are left out: they mean nothing to training, and draw a warning where they
         # are beyond the vocabulary.
         config = kind(**json.loads(text), bos_token_id=None, eos_token_id=None)
     except (StrictDataclassError, ValueError, TypeError, KeyError) as error:
@@ -72,7 +77,8 @@ def configuration(kind: Callable[..., Any], spec: ModelSpec) -> Any:
 
 def table(rows: int, width: int, padding: int | None = None) -> nn.Embedding:
     """Return an embedding table with uninitialised values. The row `padding` gets no gradient."""
-    # Given, since its own draw loads all of torch._dynamo on the meta device.
+    # The values are given, since Embedding's own draw loads all of torch._dynamo on the meta
+    # device.
     values = torch.empty(rows, width)
     return nn.Embedding(rows, width, padding_idx=padding, _weight=values)
 
@@ -265,8 +271,9 @@ class LlamaEmbedding(Layer):
 
 
 class _LlamaNorm(LlamaRMSNorm):  # type: ignore[misc]  # transformers is not followed
-    """The same in float32 and below, and true in float64, which the original rounds to float32: a
-    difference in the last bit, as another order of sums gives, would become one of that size."""
+    """Norm of Llama that is true in float64; in float32 and below it is the original. The original
+    rounds float64 to float32. A difference in the last bit, as another order of sums gives, would
+    become one of float32's size."""
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))

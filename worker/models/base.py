@@ -1,5 +1,4 @@
-"""Parts that all families share: what makes one, dropout by sample instead of by call, initial
-values.
+"""Parts of all families: their type, dropout by sample instead of by call, initial values.
 
 Knows no family by name, and nothing of stages, flat state, devices of others or plans.
 """
@@ -20,7 +19,7 @@ from oobleck.worker.runtime.random import RowKeys, Site, generator, keep_mask
 #: Losses and weights of rows, (rows,) each; weights None: every row weighs 1.
 RowLosses = tuple[Tensor, Tensor | None]
 
-#: The samples that are computed: modules of transformers do not pass them on to their dropout.
+#: Samples of the current computation: modules of transformers do not pass them on to their dropout.
 _rows: ContextVar[RowKeys] = ContextVar("rows")
 
 
@@ -37,7 +36,7 @@ def keyed(rows: RowKeys) -> Iterator[None]:
 class Layer(nn.Module):
     """A unit of placement and state: int64 ids (b, T) or (b, T, hidden) in, (b, T, hidden) out.
 
-    In a model of the user's: what the layer before gives in, any tree out.
+    In a user's model it takes the output of the layer before, and gives any tree.
     """
 
     def __init__(self, layer: int) -> None:
@@ -52,7 +51,7 @@ class Layer(nn.Module):
         raise NotImplementedError
 
     def trained(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield its parameters, by the names that an output has them under."""
+        """Yield its parameters, by their names in an output."""
         yield from self.named_parameters()
 
     def row_losses(self, output: Tree, targets: Tree) -> RowLosses | None:
@@ -68,14 +67,14 @@ class Layer(nn.Module):
 class Family:
     """Builders of the models of one kind; a family's module has them as `FAMILY`."""
 
-    #: Each is called with the model's spec and the number of the layer.
+    #: Builders, called with the model's spec and the number of the layer.
     embedding: Callable[[ModelSpec, int], Layer]
     block: Callable[[ModelSpec, int], Layer]
     head: Callable[[ModelSpec, int], Layer]
-    #: What the shared weight is called in the embedding and in the head, where they are tied.
+    #: Names of the shared weight in the embedding and in the head, where they are tied.
     tied: tuple[str, str]
-    #: Gives a layer its initial weights, from (spec, seed, layer) alone; the last argument names
-    #: its parameter that is tied, if any.
+    #: Function that gives a layer its initial weights, from (spec, seed, layer) alone. The last
+    #: argument names the tied parameter, if any.
     initialise: Callable[[Layer, ModelSpec, int, str | None], None]
 
 
@@ -120,7 +119,7 @@ class Dropout(nn.Module):
 
     def __init__(self, share: float, layer: int, site: Site) -> None:
         super().__init__()
-        #: Under nn.Dropout's name: attention modules read it and apply it themselves.
+        #: Share under nn.Dropout's name: attention modules read it and apply it themselves.
         self.p = share
         self.layer = layer
         self.site = site

@@ -33,11 +33,11 @@ from oobleck.worker.models.tree import Tree, map_tensors
 from oobleck.worker.runtime import code
 from oobleck.worker.runtime.errors import NodeError
 
-#: Codes that a model is compiled into at most: beyond that, code depends on numbers that are
-#: others in each layer. Each has variants: for training, for evaluation.
+#: Most codes that a model is compiled into: more would depend on numbers that differ in each layer.
+#: Each code has variants: for training, for evaluation.
 MOST_CODES = 16
 _VARIANTS = 8
-#: Where in the user's code torch gave up: the last of the places that it tells.
+#: Place in the user's code where torch gave up: the last one in its message.
 _PLACE = re.compile(r'File "(?:.*/)?([^"/]+)", line (\d+)')
 _COMPILER = (
     "torch._dynamo.convert_frame",
@@ -60,7 +60,7 @@ class Prepared(nn.Module):
         raise NotImplementedError
 
 
-#: What a module gives for a tree.
+#: Function that runs a module on a tree.
 Call = Callable[[nn.Module, Tree], Tree]
 
 
@@ -71,7 +71,7 @@ def compiled(**options: Any) -> Call:
     def whole(module: nn.Module, x: Any) -> Any:
         return module.compute(x) if isinstance(module, Prepared) else module(x)
 
-    # Loads the compiler.
+    # This loads the compiler.
     made: Call = torch.compile(whole, fullgraph=True, dynamic=False, **options)
 
     def call(module: nn.Module, x: Tree) -> Tree:
@@ -104,15 +104,15 @@ def _in_order(tensor: Tensor) -> Tensor:
 
 
 def load_compiler() -> bool:
-    """Import it, which takes 2 s and 150 MB where it is not there; whether it was not. It starts no
-    thread."""
+    """Import the compiler, and return whether it was not there before. It takes 2 s and 150 MB
+    then, and starts no thread."""
     new = any(name not in sys.modules for name in _COMPILER)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of torch's modules about each other
+        warnings.simplefilter("ignore")  # the modules of torch warn about each other
         for name in _COMPILER:
             importlib.import_module(name)
     settings: Any = importlib.import_module("torch._inductor.config")
-    # Otherwise processes of its own would outlive what they are wanted for.
+    # Otherwise the compiler's own processes would outlive their use.
     settings.compile_threads = 1
     return new
 
@@ -189,12 +189,12 @@ class Compilation:
     """The codes that a model's layers are compiled into, as far as they were looked at."""
 
     def __init__(self) -> None:
-        # Loads the compiler, which takes seconds.
+        # This loads the compiler, which takes seconds.
         self._dynamo: Any = importlib.import_module("torch._dynamo.config")
         registry: Any = importlib.import_module("torch._dynamo.backends.registry")
         self._traced = registry.lookup_backend("aot_eager")
         self._count = 0
-        #: The code that ran last.
+        #: Number of the code that ran last.
         self._ran: int | None = None
         self._run = compiled(backend=self._backend)
 
@@ -205,7 +205,7 @@ class Compilation:
             return None, "it draws random numbers, which are other ones in compiled code"
         full = self._count == MOST_CODES
         self._ran = None
-        # In torch's words a failure is pages long.
+        # Torch's words for a failure are pages long.
         quiet = logging.getLogger("torch._dynamo"), logging.getLogger("torch._functorch")
         before = [logger.level for logger in quiet]
         for logger in quiet:
@@ -241,11 +241,11 @@ class Compilation:
         return run
 
 
-#: More than there can be.
+#: Limit that is never reached.
 _ANY = 1 << 20
 
 
-#: The reason in torch's error when it traces a call of `oobleck.model.step`.
+#: Name in torch's error when it traces a call of `oobleck.model.step`.
 _STEP = "oobleck.model.step()"
 
 

@@ -1,7 +1,7 @@
 """Initial weights of a layer: drawn, kept from its building, or read from safetensors.
 
-Owns under which names a file may have a parameter; `oobleck.host.storage.weight_files` says what
-files there are. A layer reads its own tensors alone, memory-mapped.
+Owns the names that a parameter may have in a file; `oobleck.host.storage.weight_files` finds the
+files. A layer reads its own tensors alone, memory-mapped.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -26,9 +26,9 @@ from oobleck.worker.models.registry import build_layer, family, tied_parameter
 from oobleck.worker.models.tree import cached
 from oobleck.worker.runtime.errors import JobError, NodeError
 
-#: Types that weights are computed with; what others hold means something only with a scale.
+#: Types that weights are computed with; other types have a meaning only with a scale.
 DTYPES = ("F64", "F32", "F16", "BF16")
-#: What norms were called in the first BERT checkpoints.
+#: Names of norms in the first BERT checkpoints.
 _FORMER = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
 
 
@@ -162,7 +162,8 @@ def _names(spec: ModelSpec, layer: int, name: str) -> Iterator[str]:
     chosen = [foreign_name(spec, layer, name)]
     tied = tied_parameter(spec, 0)
     if layer and tied is not None and name == tied_parameter(spec, layer):
-        # First, since both copies must begin alike whatever a file has under the head's name.
+        # The embedding's name comes first: both copies must begin alike, whatever a file has under
+        # the head's name.
         chosen.insert(0, foreign_name(spec, 0, tied))
     if chosen[-1] == "cls.predictions.decoder.bias":
         chosen.append("cls.predictions.bias")

@@ -29,7 +29,7 @@ class DeferredGradients:
     def linear(self, x: Tensor, layer: "Deferring") -> Tensor:
         """Apply `layer` to x (..., inputs), and leave the weight's gradient for later."""
         if torch.is_autocast_enabled(x.device.type):
-            # What autocast would do inside; done here, the rounded input is what is kept.
+            # Autocast would do this inside. Done here, the rounded input is the one that is kept.
             x = x.to(torch.get_autocast_dtype(x.device.type))
         output = F.linear(x, layer.matrix().detach(), layer.offset())
         kept = x.detach()
@@ -74,7 +74,7 @@ class Deferring(nn.Module):
     bias: Any
 
     def forward(self, x: Tensor) -> Tensor:
-        # Without a graph, as in a forward that is computed again later, there is no gradient.
+        # There is no gradient without a graph, as in a forward that is computed again later.
         deferred = _deferred.get() if x.requires_grad and torch.is_grad_enabled() else None
         if deferred is None or not self.weight.requires_grad:
             return F.linear(x, self.matrix(), self.offset())
@@ -116,7 +116,7 @@ def _computed_again() -> bool:
 
 
 class _SplitLinear(Deferring, nn.Linear):
-    """torch's own, which stays one for whoever asks."""
+    """Linear layer of torch with this split, which still passes as an nn.Linear."""
 
     def forward(self, x: Tensor) -> Tensor:
         # Only autograd calls hooks, so do not leave the gradient for later.
@@ -126,8 +126,8 @@ class _SplitLinear(Deferring, nn.Linear):
 
 def split_linear(module: nn.Module) -> None:
     """Have every nn.Linear in `module` leave its weight's gradient for later where that is wanted.
-    What may compute something else stays as it is: subclasses, and a weight that is made of other
-    parameters, as by weight_norm."""
+    Layers that may compute something else stay as they are: subclasses, and those whose weight is
+    made of other parameters, as by weight_norm."""
     for part in module.modules():
         if type(part) is nn.Linear and "weight" in part._parameters:
             part.__class__ = _SplitLinear

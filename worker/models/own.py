@@ -54,7 +54,7 @@ _DRAWS = frozenset(
 )
 
 
-#: Of an evaluation.
+#: Metrics of an evaluation.
 MOST_METRICS = 256
 
 
@@ -64,10 +64,10 @@ class OwnLayer(Layer):
     def __init__(self, spec: OwnModelSpec, layer: int, module: nn.Module) -> None:
         super().__init__(layer)
         self.module = module
-        #: Whether it was built with its initial weights.
+        #: True: it was built with its initial weights.
         self.drawn = False
         self._spec = spec
-        #: Whether it takes from torch's generator while it trains.
+        #: True: it draws from torch's generator while it trains.
         self._draws = spec.known and spec.description.layers[layer].draws
         self._compiled = is_compiled(spec, layer)
 
@@ -78,7 +78,8 @@ class OwnLayer(Layer):
             if not (self._draws and rows.training and rows.positions):
                 return self._called(x)
             with GENERATOR:
-                # Seed by micro-batch, which is never split where layers draw: equal on any plan.
+                # The seed is by micro-batch, which is never split where layers draw: equal on any
+                # plan.
                 seed_all(rows.seed, "forward", rows.step, rows.positions[0], self.layer)
                 return self._called(x)
 
@@ -251,7 +252,7 @@ def empty_layer(spec: OwnModelSpec, seed: int, layer: int) -> OwnLayer:
 
 
 def _refers_to_parameters(module: nn.Module) -> bool:
-    """Return whether anything but the modules themselves refers to a parameter of `module`."""
+    """Return whether an object besides the modules themselves refers to a parameter of `module`."""
     places = Counter(
         id(parameter) for part in module.modules() for parameter in part._parameters.values()
     )
@@ -271,7 +272,7 @@ def is_compiled(spec: OwnModelSpec, layer: int) -> bool:
 
 
 def _wrapped(spec: OwnModelSpec, layer: int, module: nn.Module) -> OwnLayer:
-    if not is_compiled(spec, layer):  # there all gradients come in one piece
+    if not is_compiled(spec, layer):  # compiled layers get all gradients in one piece
         split_linear(module)
     return OwnLayer(spec, layer, module)
 

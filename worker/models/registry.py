@@ -19,8 +19,8 @@ _HUGGING_FACE = f"{__package__}.huggingface.causal_lm"
 
 
 def load(kind: str) -> bool:
-    """Import what `kind` needs beyond this module; whether that brought in transformers. Raises
-    ImportError where it is missing."""
+    """Import what `kind` needs beyond this module, and return whether that brought in transformers.
+    Raises ImportError where it is missing."""
     if kind in ("own", "gpt"):
         return False
     name = _HUGGING_FACE if kind == "huggingface" else _ADAPTERS
@@ -76,7 +76,8 @@ def tied_parameters(spec: AnyModel, layer: int) -> tuple[str, ...]:
 
 
 def tied_parameter(spec: ModelSpec, layer: int) -> str | None:
-    """Name of the parameter that `layer` shares with another one; None where there is none."""
+    """Return the name of the parameter that `layer` shares with another one; None where there is
+    none."""
     if not spec.tied:
         return None
     in_embedding, in_head = family(spec).tied

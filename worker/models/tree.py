@@ -76,7 +76,7 @@ def flatten(tree: Tree) -> list[Tensor]:
 
 
 def structure(tree: Tree) -> str:
-    """Describe how `tree` is put together, as JSON. Raises TypeError."""
+    """Describe the nesting of `tree`, as JSON. Raises TypeError."""
     if isinstance(tree, Tensor):
         return TENSOR
     return json.dumps(_pattern(tree, ()), separators=(",", ":"))

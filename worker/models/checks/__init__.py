@@ -1,1 +1,2 @@
-"""Looking at a model of the user's before it trains: what planning must know, what is wrong."""
+"""Checks of a user's model before it trains: the facts that planning needs, and the model's
+faults."""

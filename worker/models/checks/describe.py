@@ -63,7 +63,7 @@ class _Run:
 
     output: Any
     flops: int
-    #: Of what autograd keeps, without the layer's own tensors.
+    #: Bytes that autograd keeps, without the layer's own tensors.
     kept_bytes: int
     draws: bool
     device: str
@@ -87,7 +87,7 @@ def describe(job: JobSpec, sample: tuple[Any, Any], warnings: list[Problem] | No
     numbers, target = (_repeated(side, dtype) for side in sample)
     tied = _tied(spec, count)
     incoming, giver = inputs, "the data"
-    #: What makes a layer alike to another one: what it takes, and what it is.
+    #: Input, parameter shapes, and sketch of each layer; layers are alike where all three are equal.
     found: list[tuple[TreeSketch, _Shapes, LayerSketch]] = []
     compilation = Compilation() if job.training.compile else None
     for number in range(count):
@@ -216,13 +216,13 @@ class _Layer:
     spec: OwnModelSpec
     number: int
     incoming: _Values
-    #: Whose output that is.
+    #: Layer whose output that is.
     giver: str
-    #: Its parameters that are tied.
+    #: Parameters of the layer that are tied.
     tied: Sequence[str]
     seed: int
     dtype: torch.dtype
-    #: Whether training computes in bfloat16, which is float32 again behind each layer.
+    #: True: training computes in bfloat16, and its output is float32 again behind each layer.
     autocasts: bool
 
     def describe(
@@ -293,7 +293,7 @@ class _Layer:
         except Exception:
             if device == "cpu":
                 raise
-            return self._runs(module, targets, "cpu")  # it may want numbers
+            return self._runs(module, targets, "cpu")  # the layer may want numbers
         return module, few, more
 
     def _check_tied(self, trained: Mapping[str, Tensor], where: str) -> None:
@@ -320,7 +320,7 @@ class _Layer:
         versions = [tensor._version for tensor in flatten(x)]
         trained, hooked = _trained(module), _hooks(module)
         if isinstance(module, Prepared):
-            module.prepare(x)  # what it makes once, for all that are alike, is not its own cost
+            module.prepare(x)  # values made once for all alike layers are not this layer's own cost
         made = None if targets is None else targets.rows(rows, device)
         flops = FlopCounterMode(display=False)
         packing = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
@@ -341,7 +341,7 @@ class _Layer:
                 )
             if made is not None:
                 own.row_losses(self.spec, output, made, rows)
-        # Behind the counter, which has hooks of its own meanwhile.
+        # The hooks are read after the counter ends, which has hooks of its own meanwhile.
         if registered := sorted(name for name, _ in hooked ^ _hooks(module)):
             raise JobError(
                 f"model: layer {self.number} ({type(module).__name__}) registers a hook of "

@@ -94,7 +94,7 @@ class Way:
     changes: tuple[tuple[float, float], ...]
     #: True: run as the job's last step; False: as its first.
     last_step: bool
-    #: True: also compare gradients, and runs in evaluation.
+    #: True: compare gradients too, and runs in evaluation.
     thorough: bool
 
 
@@ -149,11 +149,11 @@ class LayerCheck:
         self._weighed = weighed
         trained = [p for p in module.parameters() if p.requires_grad and p.numel()]
         self._sizes = [(parameter, _size(parameter)) for parameter in trained]
-        #: Whether the layer has its initial weights, so that whatever fails is a problem.
+        #: True: the layer has its initial weights, so that any failure is a problem.
         self._initial = True
-        #: Whether its output is finite with them.
+        #: True: its output is finite with them.
         self._finite = True
-        #: Whether a forward leaves something in it that the next one finds.
+        #: True: a forward leaves something in it that the next one finds.
         self.keeps = False
         #: Keys alone, in the order in which they were found.
         self._found: dict[Problem, None] = {}
@@ -232,7 +232,7 @@ class LayerCheck:
         found = self._rows(x, step, back=back)
         if found is None or found.what or not thorough:
             return found
-        # It stands for the training of a layer that draws, so gradients are compared too there.
+        # This run stands for the training of a layer that draws, so its gradients are compared too.
         back = back if self._draws else ""
         evaluated = self._rows(x, step, back=back, training=False)
         what = evaluated.what and f"in evaluation {evaluated.what}" if evaluated else ""
@@ -274,7 +274,8 @@ class LayerCheck:
     def _differ_elsewhere(
         self, x: Batches, one: _Pass, step: int, *, back: str, training: bool
     ) -> str:
-        """Return what changes where the row is alone, or has another place among more rows."""
+        """Return a sentence on what changes where the row is alone, or elsewhere among more rows;
+        empty: nothing does."""
         row, alone = x.row, self._pass(x.alone(), 0, step=step, training=training)
         pairs = [] if alone is None else unlike(one.output, alone.output, exact=False, row=row)
         for found in pairs:
@@ -282,7 +283,7 @@ class LayerCheck:
             advice = f"; {ANYWHERE}" if self._initial else _GATED
             return f"{where} changes when it is alone ({found.seen}){advice}"
         if self._initial and self.keeps:
-            return ""  # one more call might change it
+            return ""  # one more call might change the state
         more = self._pass(x.both(), x.later, step=step, back=back, training=training)
         if more is None:
             return ""
@@ -300,7 +301,8 @@ class LayerCheck:
         return self._differ_in_back(one, other, row, f"with the other rows{_BACK}")
 
     def _differ_in_scale(self, x: Batches, one: _Pass, step: int) -> str:
-        """Return what does not grow with the gradient of the output."""
+        """Return a sentence on what does not grow with the gradient of the output; empty: all
+        grows."""
         for scale in _SCALES:
             run = self._pass(x.one, x.row, step=step, back="from the row", scale=scale)
             if run is None or run.sums is None:
@@ -312,7 +314,8 @@ class LayerCheck:
         return ""
 
     def _differ_in_back(self, one: _Pass, other: _Pass, row: int, how: str) -> str:
-        """Return what of the backwards differs; empty where one has none."""
+        """Return a sentence on what differs in the backwards; empty where nothing does, or one has
+        none."""
         if one.sums is None or other.sums is None:
             return ""
         if what := _differ_in_gradients(one, other, row, how):

@@ -164,7 +164,8 @@ def _row_loss(
 
 
 def _look_at_tensors(spec: OwnModelSpec, output: Tree, targets: Tree) -> list[Problem]:
-    """Return problems of what the loss writes into, and trains. `output`: leaves."""
+    """Return problems of the tensors that the loss writes into, and of those it trains. `output`:
+    leaves."""
     given = map_tensors(lambda tensor: tensor.clone(), output)
     told = map_tensors(lambda tensor: tensor.clone(), targets)
     versions = [tensor._version for tensor in flatten(told)]

@@ -36,8 +36,8 @@ def misplaced(
     *,
     keeps: bool,
 ) -> str:
-    """Return what is wrong with a layer whose `module` runs on `x` with its weights as built; empty
-    if nothing is. `keeps`: whether its output may depend on the number of calls."""
+    """Return the fault of a layer whose `module` runs on `x` with its weights as built; empty:
+    none. `keeps`: its output may depend on the number of calls."""
     if beside := next(_unregistered(module), None):
         return (
             f"keeps a parameter in {beside}, where no optimizer sees it; make it an attribute of "

@@ -1,4 +1,4 @@
-"""A run of one layer: its output and gradients, and whatever in it would train another model.
+"""A run of one layer: its output and gradients, and every act in it that would train another model.
 
 Must not know which runs are compared.
 """
@@ -35,7 +35,7 @@ class LayerFailed(Exception):
 class Run:
     """The results of a forward, and of a backward if one was asked for."""
 
-    #: Leaves.
+    #: Tensors of the output, as leaves.
     output: Tree
     #: Gradients of the tensors that the layer took.
     taken: list[Tensor]

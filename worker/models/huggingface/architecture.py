@@ -25,17 +25,17 @@ from oobleck.worker.runtime.errors import JobError, NodeError
 _MOST_CONFIG_BYTES = 16 << 20
 #: Errors of a config class for keys or values that it does not take.
 _REFUSED = (StrictDataclassError, ValueError, TypeError, KeyError)
-#: Names of keys that have something drawn at random while training.
+#: Names of keys for random draws while training.
 _RANDOM = re.compile(r"drop|jitter")
-#: How transformers computes attention and experts; no fields, and in every config.
+#: Keys of how transformers computes attention and experts; no fields, and in every config.
 _CHOICES = {"attn_implementation", "experts_implementation"}
 #: Keys that are no field of a config class and that transformers still understands: it makes
 #: `rope_parameters` of them.
 _ROTARY = ("rope_theta", "rope_scaling", "partial_rotary_factor")
-#: A key that is no field: transformers makes `id2label` of it.
+#: Key that is no field: transformers makes `id2label` of it.
 _LABELS = "num_labels"
 
-#: The targets of a model: next tokens, masked tokens, or labels per token, row or image.
+#: Targets of a model: next tokens, masked tokens, or labels per token, row or image.
 Task = Literal["causal", "masked", "token", "sequence", "image"]
 
 
@@ -64,11 +64,11 @@ TASKS: Mapping[Task, frozenset[str]] = {
 class Architecture:
     """A model of transformers; small, hashable, and the same in every process."""
 
-    #: The class, such as `Qwen3ForCausalLM`.
+    #: Name of the class, such as `Qwen3ForCausalLM`.
     name: str
     #: All keys of its config that are not transformers' defaults, as JSON with sorted keys.
     keys: str
-    #: A directory with its initial weights.
+    #: Directory with its initial weights.
     weights: str | None = None
 
     @property
@@ -212,7 +212,7 @@ def _text_model(config: Any) -> str | None:
 
 
 def _no_dropout(architecture: Architecture) -> dict[str, float]:
-    """Zero for what a few families draw at random by default."""
+    """Return zeros for the keys of what a few families draw at random by default."""
     return {
         field.name: 0.0
         for field in dataclasses.fields(architecture.model_class.config_class)

@@ -46,7 +46,7 @@ class Balance:
     coefficient: float
     #: Experts per token.
     chosen: int
-    #: Which modules give the logits of routers, in transformers' words.
+    #: Modules that give the logits of routers, in transformers' words.
     recorders: tuple[OutputRecorder, ...]
 
 
@@ -91,7 +91,8 @@ def _same_form(theirs: Any, chosen: int) -> bool:
         expected = theirs(tuple(layer[0] for layer in logits), experts, chosen)
     except (ValueError, TypeError, RuntimeError):
         return False
-    expected = torch.as_tensor(expected, device="cpu")  # layers may be built on another meanwhile
+    # The default device may be another one, as where layers are built.
+    expected = torch.as_tensor(expected, device="cpu")
     return bool(torch.allclose(balancing_losses(sums, chosen), expected))
 
 

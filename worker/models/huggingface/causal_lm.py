@@ -50,7 +50,7 @@ from oobleck.worker.models.own import without_draws
 from oobleck.worker.models.tree import shown
 from oobleck.worker.runtime.errors import JobError
 
-#: What a layer calls the part of transformers that it has.
+#: Name that a layer gives its part of transformers.
 _PART = "part."
 #: Targets that are not counted, as in transformers.
 _IGNORED = -100
@@ -115,7 +115,7 @@ def causal_lm(
     return Model(
         layers=[partial(build, chosen, number, adapters) for number in range(last + 1)],
         loss=_loss(chosen),
-        # What is frozen is the same in both anyway.
+        # Frozen weights are the same in both anyway.
         tied=[] if adapters else list(_tied(chosen, last)),
     )
 
@@ -169,7 +169,7 @@ class Embedding(nn.Module):
         parts = take_apart(architecture, torch.get_default_dtype())
         self._masked = parts.masked
         self._options = without_cache(parts.base)
-        # Under its name in the whole model, so that its parameters are called as there.
+        # The part is under its name in the whole model, so that its parameters are called as there.
         self.part = nn.ModuleDict({parts.prefix[:-1]: front(parts)})
         _fill(self, architecture, parts.base, foreign="")
 
@@ -285,7 +285,7 @@ class Head(nn.Module):
         parts = take_apart(architecture, torch.get_default_dtype())
         base = parts.base
         tail = _Tail(base, parts.name, parts.final, parts.pooler)
-        # The whole model with that in the place of its base model, which is not copied.
+        # The copy has the tail in the place of its base model, which is not copied.
         self.part = copy.deepcopy(parts.model, {id(base): tail})
         self._options = without_cache(self.part)
         _fill(self, architecture, parts.model, foreign="")
@@ -394,7 +394,7 @@ def _export_config(architecture: Architecture) -> Json:
     config = fresh_configuration(architecture)
     config.architectures = [architecture.name]
     keys = json.loads(config.to_json_string())
-    # transformers takes the weights' own then: they are of the precision that was trained in.
+    # transformers takes the weights' own precision then: the one that was trained in.
     keys.pop("dtype", None)
     return Json(json.dumps(keys))
 

@@ -60,8 +60,8 @@ def choose_adapters(architecture: Architecture, keys: Mapping[str, Any]) -> Lora
 
 
 def adapt(layer: nn.Module, prefix: str, lora: LoraSpec) -> None:
-    """Put adapters into `layer`, drawn from torch's generator, and freeze all else. `prefix`: what
-    the names of its modules begin with in the whole model."""
+    """Put adapters into `layer`, drawn from torch's generator, and freeze all else. `prefix`: the
+    beginning of its modules' names in the whole model."""
     layer.requires_grad_(False)
     meant = [
         (name, module)

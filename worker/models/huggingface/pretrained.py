@@ -33,7 +33,7 @@ from oobleck.worker.runtime.errors import JobError
 class _Source:
     """Source of one or more parameters."""
 
-    #: None: one tensor as it is.
+    #: Converter of the tensors; None: one tensor as it is.
     converter: WeightConverter | None = None
     #: Names in the files, by the converter's pattern, in transformers' order.
     keys: dict[str, list[str]] = field(default_factory=dict)

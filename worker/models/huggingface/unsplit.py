@@ -33,7 +33,7 @@ from oobleck.worker.runtime.errors import JobError
 _FEW = 4
 #: Parameters beside token embedding and decoder layers, which the proof makes: a norm, positions.
 _MOST = 1 << 26
-#: What is raised by code of transformers that was made for another config or another use.
+#: Errors that code of transformers raises if it was made for another config or another use.
 REFUSALS = (
     ValueError,
     TypeError,
@@ -82,7 +82,7 @@ class StandIn(nn.Module):
 
     def __init__(self, layer: nn.Module, tuples: bool) -> None:
         super().__init__()
-        # No child: it has no values.
+        # The layer is no child, since it has no values.
         self._layer = (layer,)
         self._tuples = tuples
         self.taken: Any = None
@@ -99,7 +99,8 @@ class StandIn(nn.Module):
         else:
             self.taken, rest = named.pop("hidden_states"), []
         self.handed = Handed(tuple(rest), named)
-        # One number of its own, seen everywhere: a copy per layer would take gigabytes.
+        # The tensor has one number of its own, seen everywhere: a copy per layer would take
+        # gigabytes.
         self.given = self.taken.new_zeros((), requires_grad=True).expand(self.taken.shape)
         return (self.given,) if self._tuples else self.given
 
@@ -114,7 +115,7 @@ class _Words(nn.Module):
     def __init__(self, embedded: Tensor) -> None:
         super().__init__()
         self.embedded = embedded
-        # Some base models draw it by name.
+        # Some base models draw the weight by name.
         self.weight = nn.Parameter(embedded.new_zeros(1, 1))
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -171,7 +172,7 @@ def take_apart(architecture: Architecture, dtype: torch.dtype) -> Parts:
     try:
         return prove(architecture, Parts(model, inner, lists[0], layers))
     except JobError as error:
-        # Which of both a family's layers give shows in what its base model makes of it.
+        # Layers of a family give a tensor or a tuple; its base model shows which one it takes.
         try:
             return prove(architecture, Parts(model, inner, lists[0], layers, tuples=True))
         except _DoesNotRun:
@@ -361,7 +362,7 @@ def _call(
                 fill(base, architecture, parts.base, torch.device("cpu"))
                 if rows > 1 and architecture.weights is not None:
                     _alter_constants(base)
-                # What is dropped is the same in all runs.
+                # The same values are dropped in all runs.
                 torch.default_generator.manual_seed(0)
                 named = {architecture.input_name: given}
                 return calls, base(**named, **without_cache(base), **options)
@@ -395,7 +396,7 @@ def _words(
         ids[-1, -1] = padding  # a mask that leaves out padding would depend on the tokens
     width = base.get_input_embeddings().embedding_dim
     values = torch.linspace(-1.0, rows, width, dtype=dtype).requires_grad_()
-    # Not the leaf itself, so that in-place writes are allowed.
+    # The result is not the leaf itself, so that in-place writes are allowed.
     base.set_input_embeddings(_Words(values.expand(rows, length, width) * 1))
     return ids
 
@@ -427,11 +428,9 @@ def _note(
 
 @torch.no_grad()
 def materialise(module: nn.Module, owner: Any, device: torch.device) -> list[str]:
-    """Give a module that is on the meta device its values, as `owner`, a model of transformers,
-    does; the names of those that got none.
-
-    Values that are there stay: those that were loaded are marked as transformers marks them.
-    """
+    """Give a module on the meta device its values as `owner`, a model of transformers, does. Return
+    the names of those that got none. Values that are there stay: loaded ones are marked as
+    transformers marks them."""
     made: list[tuple[str, Tensor, int]] = []
     #: New tensors by the old one's id, since a tensor may have two names.
     new: dict[int, Tensor] = {}
