@@ -101,7 +101,7 @@ def chaos(
     hosts = {} if hosts_file is None else {host.name: host for host in read_hosts(hosts_file)}
     seed = seed if seed is not None else time.time_ns() % 1_000_000
     with MasterClient(master) as connection:
-        connection.job(job_id)  # an unknown one is told of first
+        connection.job(job_id)  # an unknown job is refused first
         live = chosen(connection.nodes(), nodes)
         if hosts_file is not None:
             live = of_hosts(live, hosts, named=nodes is not None)

@@ -20,7 +20,7 @@ from oobleck.host.command import CommandFailed
 from oobleck.host.display import inline
 from oobleck.proto import control_pb2 as pb
 
-#: How often commits are looked for.
+#: Time between two looks for commits.
 _POLL_S = 0.05
 #: Steps that have to be committed after a fault for the job to have taken it.
 _STEPS = 2
@@ -77,7 +77,7 @@ class Drill:
     # ---- watching
 
     def _look(self) -> pb.JobStatus | None:
-        """Take note of what the job has done; None while the master is away."""
+        """Take note of the job's progress; return None while the master is away."""
         time.sleep(_POLL_S)
         try:
             self._status = self._master.job(self._orders.job_id)
@@ -108,7 +108,7 @@ class Drill:
     # ---- striking
 
     def _strike(self, strike: Strike) -> bool:
-        """Do it and wait until the job has taken it; False: it did not in time."""
+        """Strike, and wait until the job has taken it. Return False if it did not in time."""
         nodes = {node.node: node for node in self._master.nodes()}
         struck_at = time.monotonic()
         struck = self._striker.strike(strike.kind, nodes.get(strike.node))
@@ -116,7 +116,7 @@ class Drill:
             self._say(f"{strike.kind} {strike.node}: nothing to strike there now")
             return True
         self._say(f"{strike.kind} {struck}")
-        if strike.kind == "kill-master":  # nobody else tells of steps
+        if strike.kind == "kill-master":  # only the master tells of steps
             self._restart(strike)
         if not self._await_steps():
             took = text.seconds(self._orders.patience_s)

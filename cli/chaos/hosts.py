@@ -11,7 +11,7 @@ from oobleck.cli.ssh.hosts import Host
 from oobleck.host.command import CommandFailed
 from oobleck.proto import control_pb2 as pb
 
-#: The text that is run there.
+#: Package and file of the program that each host runs.
 _SCRIPT = ("oobleck.cli.chaos", "injector.py")
 
 

@@ -18,8 +18,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-#: Cuts the network if it is told families of addresses, once the answer is on its way. Waits, or
-#: until SIGTERM; then has what was stopped go on, if it is what it was, and plugs in.
+#: Program of the healer. It cuts the network if it gets address families, once the answer is on its
+#: way. It waits until its time is over, or until SIGTERM. Then it continues the stopped processes
+#: that are still the same, and plugs the network in.
 _HEALER = """
 import os, signal, subprocess, sys, time
 def rule(verb):
@@ -47,7 +48,7 @@ for word in sys.argv[3:]:
 """
 
 
-#: More than any greeting, and messages that claim to be far longer than they are.
+#: Bytes longer than any greeting, and messages that claim to be far longer than they are.
 _GARBAGE = (
     b"",
     b"GET / HTTP/1.1\r\n\r\n",

@@ -96,7 +96,7 @@ class Striker:
         """Let all that is stopped go on now."""
         for node, healer, until in self._healers:
             if until > time.monotonic():
-                # It heals by itself where it cannot be told to.
+                # The host heals by itself where it cannot be told to.
                 with contextlib.suppress(CommandFailed):
                     self._act(node, "heal", healer=healer)
         self._healers.clear()

@@ -10,7 +10,7 @@ from itertools import pairwise
 from oobleck.cli.output.text import seconds
 from oobleck.core.units import count
 
-#: What can be done to a node, and whether that heals by itself.
+#: Kinds of faults of a node, and whether each heals by itself.
 KINDS = {
     "kill-worker": "SIGKILL to a worker; its agent starts another one",
     "stop-worker": "SIGSTOP to a worker, SIGCONT after --stop-for",
@@ -23,11 +23,11 @@ KINDS = {
     "kill-master": "SIGKILL to the master; needs --restart-master",
     "garbage": "what no program understands, sent to the master's port",
 }
-#: What is done to the cluster, and not to a node of it.
+#: Kinds of faults of the cluster, and not of a node of it.
 TO_THE_MASTER = ("stop-master", "kill-master", "garbage")
-#: What needs --ssh, and root on the host.
+#: Kinds that need --ssh, and root on the host.
 OVER_SSH = {"unplug": "the host's network is cut, and back after --stop-for; --ssh, as root"}
-#: What only root can do, or who owns the network.
+#: Kinds that only root can do, or the owner of the network.
 OUT_OF_REACH = {
     **dict.fromkeys(
         ("deaf", "mute", "no-control", "no-data", "slow"),
@@ -47,7 +47,7 @@ class Strike:
 
     at_s: float
     kind: str
-    #: Empty: it is not done to a node.
+    #: Name of the node; empty: the fault is not a node's.
     node: str
 
 
@@ -66,7 +66,7 @@ def schedule(
 
 @dataclass(slots=True)
 class Tally:
-    """Commits of steps as they were seen, and what stood between them."""
+    """Commits of steps as they were seen, and the gaps between them."""
 
     began_at: float
     #: Time and step of each newly seen commit.
@@ -74,7 +74,7 @@ class Tally:
     #: Longest time without a commit after each fault.
     gaps_s: list[float] = field(default_factory=list)
     reconfigurations: int = 0
-    #: Steps that were begun anew, and those committed ones that a checkpoint did not have.
+    #: Steps begun anew, and committed steps that a checkpoint did not have.
     redone: int = 0
     lost_steps: int = 0
 
@@ -93,10 +93,10 @@ class Tally:
                 pass
 
     def recovered(self, struck_at: float) -> float:
-        """Take note of a fault that is over; the longest time without a commit since."""
+        """Take note of a fault that is over, and return the longest time without a commit since."""
         before = [commit for commit in self.commits if commit[0] <= struck_at]
         after = before[-1:] + [commit for commit in self.commits if commit[0] > struck_at]
-        # While the master is away steps are committed that are seen only later, all at once.
+        # Steps that are committed while the master is away are seen only later, all at once.
         step_s = self.step_s
         gaps_s = (b - a - (to - at - 1) * step_s for (a, at), (b, to) in pairwise(after))
         gap_s = max(gaps_s, default=0.0)

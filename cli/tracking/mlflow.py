@@ -26,24 +26,24 @@ from oobleck.cli.tracking.feed import Item, Written
 from oobleck.cli.tracking.folder import open_locked
 from oobleck.host.command import CommandFailed
 
-#: The store, in the directory that all jobs share.
+#: Name of the store in the directory that all jobs share.
 STORE = "mlflow"
 _EVENTS = "events.txt"
 #: Tag with the job's id.
 _JOB = "oobleck.job"
-#: Errors for a run that is not there, and for one that was deleted.
+#: Errors for a missing run, and for a deleted one.
 _GONE = ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE")
 #: Events in a run's description, and the characters of each; MLflow takes 8000 in all.
 _DESCRIBED, _LONGEST_LINE = 20, 380
-#: Numbers of one call, and numbers that wait to be written together.
+#: Numbers in one call, and numbers that wait to be written together.
 _MOST_NUMBERS, _MOST_WAITING = 1000, 10_000
 _SETTINGS = {
     "MLFLOW_ALLOW_FILE_STORE": "true",
-    "MLFLOW_DISABLE_TELEMETRY": "true",  # else MLflow reports its use to its makers
+    "MLFLOW_DISABLE_TELEMETRY": "true",  # MLflow would report its use to its makers otherwise
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
 }
 _ENDS = {"succeeded": "FINISHED", "failed": "FAILED", "cancelled": "KILLED"}
-#: Characters that MLflow takes in no metric's name.
+#: Characters that MLflow accepts in no metric's name.
 _UNNAMED = re.compile(r"[^\w.\- ]")
 _LONGEST_NAME = 60
 #: Digits of the hash that a changed name gets.
