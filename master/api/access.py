@@ -30,45 +30,46 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-#: Of a message to the master. Longer ones, as recordings and wheels, come in parts: gRPC has one
-#: limit for all methods, so whoever may call anything can have as much received at each call.
+#: Largest message to the master. gRPC has one limit for all methods, so whoever may call anything
+#: can have as much received at each call. Longer content, such as recordings and wheels, comes in
+#: parts.
 MOST_RECEIVED_BYTES = (2 << 20) + (64 << 10)
-#: Of a request, where `_LARGER` has no more.
+#: Largest request, where `_LARGER` has no other limit.
 MOST_REQUEST_BYTES = 64 << 10
 #: Calls of one holder of certificates at a time: a dashboard of many browsers has some two hundred.
 MOST_OF_HOLDER = 256
-#: Of those, such that send more than one message.
+#: Calls of these that send more than one message.
 MOST_SENDING = 4
-#: Of those, such whose first message is received at one moment; others wait.
+#: Calls of these whose first message is received at one moment; others wait.
 MOST_RECEIVING = 2
-#: Of a message of the master; the largest are timelines and plans for all nodes.
+#: Largest message of the master; the largest are timelines and plans for all nodes.
 MOST_SENT_BYTES = 64 << 20
 MOST_METADATA_BYTES = 16 << 10
-#: Characters of a refusal's text: with more, which a caller may have said, it does not get through.
+#: Characters of a refusal's text. It may quote the caller, and a longer text does not get through.
 MOST_DETAILS = 1000
-#: Calls of one connection at a time. An agent has one; `oobleck` some.
+#: Calls of one connection at a time. An agent has one; `oobleck` has some.
 MOST_STREAMS = 64
 MOST_CONNECTIONS = 10_000
-#: Calls of all connections at a time; more are told RESOURCE_EXHAUSTED.
+#: Calls of all connections at a time; further ones get RESOURCE_EXHAUSTED.
 MOST_CALLS = 20_000
 HANDSHAKE_S = 5.0
 #: Pings that come too early; with the next one the connection is closed.
 MOST_PING_STRIKES = 10
-#: A call that is answered once is cancelled after this time, whatever deadline its caller set.
+#: Time after which a call with a single answer is cancelled, whatever deadline its caller set.
 UNARY_S = 60.0
 _LONGER_S = {
-    # Takes a wheel, over a slow line too.
+    # It takes a wheel, over a slow line too.
     "/oobleck.Operator/PutCode": 600.0,
     "/oobleck.Control/GiveCode": 600.0,
-    # Waits for agents, and for a wheel from one of them.
+    # It waits for agents, and for a wheel from one of them.
     "/oobleck.Operator/AdoptJob": 300.0,
-    # Waits for steps of a training job.
+    # It waits for steps of a training job.
     "/oobleck.Operator/GetTimeline": 3700.0,
 }
 _LARGER = {
     "/oobleck.Control/Session": MOST_RECEIVED_BYTES,
     "/oobleck.Operator/Submit": MOST_RECEIVED_BYTES,
-    # Parts of a wheel, of 1 MiB.
+    # Parts of a wheel have 1 MiB.
     "/oobleck.Operator/PutCode": MOST_RECEIVED_BYTES,
     "/oobleck.Control/GiveCode": MOST_RECEIVED_BYTES,
 }
@@ -97,9 +98,9 @@ ALLOWED: Mapping[str, frozenset[Role]] = {
     "/oobleck.Operator/UndrainNode": _OPERATOR,
     "/oobleck.Operator/Events": _READING,
     "/oobleck.Operator/Metrics": _READING,
-    "/oobleck.Operator/GetTimeline": _OPERATOR,  # has the workers record
+    "/oobleck.Operator/GetTimeline": _OPERATOR,  # it makes the workers record
     "/oobleck.Operator/Logs": _READING,
-    "/oobleck.Operator/Examine": _OPERATOR,  # has every node's disks and links used
+    "/oobleck.Operator/Examine": _OPERATOR,  # it uses every node's disks and links
     "/oobleck.Operator/Backup": _OPERATOR,
     "/oobleck.Pki/Join": _TOKEN,
     "/oobleck.Pki/Renew": frozenset({"agent", "worker", "operator", "viewer"}),
@@ -109,7 +110,7 @@ ALLOWED: Mapping[str, frozenset[Role]] = {
     CHECK: _READING,
 }
 JOIN = "/oobleck.Pki/Join"
-#: Different refusals that get a line in the log; the rest is only counted.
+#: Different refusals that get a line in the log; further ones are only counted.
 _MOST_TOLD = 1000
 
 
@@ -123,7 +124,7 @@ def deadline_s(method: str) -> float:
 
 
 def server_options(detection: Detection) -> tuple[tuple[str, int], ...]:
-    # Before it is told the cluster's, an agent pings by its own time-outs.
+    # Until an agent is told the cluster's time-outs, it pings by its own.
     fastest_s = min(choose(mode, {}).ping_every_s for mode in MODES)
     ping_every_s = min(detection.ping_every_s, fastest_s)
     return (
@@ -135,11 +136,12 @@ def server_options(detection: Detection) -> tuple[tuple[str, int], ...]:
         ("grpc.http2.max_ping_strikes", MOST_PING_STRIKES),
         ("grpc.max_receive_message_length", MOST_RECEIVED_BYTES),
         ("grpc.max_send_message_length", MOST_SENT_BYTES),
-        # The window that a sender has before anything of it is read stays at 64 KiB. Else gRPC lets
-        # it grow with the speed of the line, to many MiB for each call, also of who is denied.
+        # The window that a sender has before any of its data is read stays at 64 KiB. Otherwise
+        # gRPC lets it grow with the speed of the line, to many MiB for each call. Denied callers
+        # would have it too.
         ("grpc.http2.bdp_probe", 0),
-        # A few bytes may be megabytes when they are decompressed, which would be done before the
-        # caller is known. No client of ours compresses, and what others do is no message.
+        # A few bytes may be megabytes when they are decompressed, which happens before the caller
+        # is known. No client of ours compresses, and a compressed request is no message.
         ("grpc.per_message_decompression", 0),
         ("grpc.max_concurrent_streams", MOST_STREAMS),
         ("grpc.max_metadata_size", MOST_METADATA_BYTES),

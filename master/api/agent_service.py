@@ -30,7 +30,8 @@ from oobleck.proto.types import NodeStatus, WorkerReport
 
 log = logging.getLogger(__name__)
 
-#: For a message that is being written when its stream ends; an agent that does not read gets none.
+#: Time to finish a message that is being written when its stream ends. An agent that does not read
+#: gets none.
 _WRITE_END_S = 2.0
 
 Context = grpc.aio.ServicerContext[pb.AgentMessage, pb.MasterMessage]
@@ -63,13 +64,14 @@ class ControlService(rpc.ControlServicer):
     async def Session(self, requests: AsyncIterator[pb.AgentMessage], context: Context) -> None:
         timing = self._master.config.timing
         try:
-            # In this time the agent has given up: what it says later nobody would answer.
+            # By then the agent has given up, and nobody would answer a later message.
             async with asyncio.timeout(timing.answer_s):
                 first = await anext(requests)
         except StopAsyncIteration:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "register: did not come")
         except TimeoutError:
-            # It may be on its way, and this master may have been stopped: to be tried again.
+            # The message may be on its way, or this master may have been stopped: the agent should
+            # try again.
             text = f"register: did not come within {timing.answer_s:g} s"
             await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, text)
         except ValueError as error:
@@ -143,7 +145,8 @@ class ControlService(rpc.ControlServicer):
                     continue
                 case _:
                     pass
-            # Behind it the next one waits, a heartbeat too: only what nobody sends so fast.
+            # The rest delays the next message, a heartbeat too: it is only for rates that no agent
+            # needs.
             await session.rest(message.ByteSize())
             for incoming in self._known(session, message):
                 _check_slots(incoming, slots)
@@ -176,7 +179,7 @@ async def _write_whole(context: Context, message: pb.MasterMessage) -> None:
     """Write the message to its end, also where this is cancelled meanwhile. During a write gRPC
     cannot send the status that ends the stream: the agent would wait for ever."""
     writing = asyncio.ensure_future(context.write(message))
-    # How it ended is of interest only to whoever waits for it; asyncio would log it otherwise.
+    # Only the caller that waits for the write needs its outcome; asyncio would log it otherwise.
     writing.add_done_callback(lambda written: written.cancelled() or written.exception())
     try:
         await asyncio.shield(writing)

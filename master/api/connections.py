@@ -32,36 +32,37 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: Connections of one source that wait: two thousand agents behind one address may come at once.
+#: Waiting connections of one source: two thousand agents behind one address may come at once.
 MOST_OF_SOURCE = 2048
-#: Of all sources; where they have more, each one's share is less.
+#: Waiting connections of all sources; where there are more, each source's share is less.
 MOST_WAITING = 4096
-#: Connections of one holder of certificates that are proven: an agent has one, `oobleck` one each.
+#: Proven connections of one holder of certificates: an agent has one, `oobleck` one for each run.
 MOST_OF_HOLDER = 64
-#: Waiting connections that one with a denied call counts as, for `REFUSED_S` from the last one.
+#: Waiting connections that one with a denied call counts as, until `REFUSED_S` after the last
+#: denial.
 DENIED_COUNTS_AS = 16
-#: Denials that a connection has in a second, and at once: as many as there are methods.
+#: Denials of a connection in a second, and at once: as many as there are methods.
 DENIED_PER_S, DENIED_AT_ONCE = 1.0, 32.0
-#: Sources that are refused at a time: where net.core.optmem_max is 20 KiB, as older kernels have
-#: it, a filter of 128 IPv6 networks is too large.
+#: Sources that are refused at a time. Older kernels have a net.core.optmem_max of 20 KiB, for which
+#: a filter of 128 IPv6 networks is too large.
 MOST_REFUSED = 100
-#: From the last time that a source had too many until it is let in again.
+#: Time from a source's last excess until it is let in again.
 REFUSED_S = 10.0
-#: A source has an agent for so long after it last had a proven connection.
+#: Time for which a source counts as having an agent after its last proven connection.
 _AGENT_S = 3600.0
-#: Of an IPv6 address, the part that a host cannot choose.
+#: Length of the part of an IPv6 address that a host cannot choose.
 _NETWORK_BYTES = 8
 
-#: Between two looks at all connections, which takes 2 ms where they are a thousand. One more comes
-#: as soon as so many files have been opened since. Kernels before 6.2 do not tell how many are, so
+#: Time between two looks at all connections, which take 2 ms for a thousand. A look comes earlier
+#: once `_GROWTH` more files are open. Kernels before 6.2 do not tell the number of open files, so
 #: there all looks are as close as `_BLIND_LOOK_S`.
 _LOOK_S = 1.0
 _BLIND_LOOK_S = 0.2
 _GLANCE_S = 0.05
 _GROWTH = 256
-#: From a look that failed to the next.
+#: Time from a failed look to the next.
 _AGAIN_S = 10.0
-#: Between two lines of the log about one source.
+#: Time between two lines of the log about one source.
 _TELL_S = 600.0
 
 
@@ -102,7 +103,7 @@ class Refusals:
     connections. Pure: the caller passes the time."""
 
     def __init__(self) -> None:
-        #: By source, when it last had too many; those who had them last are at the end.
+        #: Time of each source's last excess, the latest at the end.
         self._over_at: dict[bytes, float] = {}
 
     def look(self, waiting: Mapping[bytes, int], now: float) -> frozenset[bytes]:
@@ -122,12 +123,13 @@ class Connections:
     def __init__(self, now: Callable[[], float], was_revoked: Callable[["Identity"], bool]) -> None:
         self._now = now
         self._was_revoked = was_revoked
-        #: On which calls were allowed, and whose (None: of this host, in the clear), by the names
-        #: that gRPC has for them, the oldest first. Some of them may have ended.
+        #: Connections on which calls were allowed, by gRPC's names for them, the oldest first. The
+        #: value has the caller, or None for one of this host in the clear. Some connections may
+        #: have ended.
         self._known: dict[str, tuple[Peer, Identity | None]] = {}
-        #: What is left of its denials, and when the last one was, by the same names.
+        #: Budget of denials of each connection, and the time of the last one, by the same names.
         self._denied: dict[str, tuple[Budget, float]] = {}
-        #: By source, when an agent was last seen to have a proven connection.
+        #: Time when a source's agent was last seen to have a proven connection.
         self._agent_at: dict[bytes, float] = {}
         self._told_at: dict[bytes, float] = {}
         #: Sources that get no new connections now.
@@ -141,7 +143,7 @@ class Connections:
     def allowed(self, peer: str, who: "Identity | None") -> None:
         """Note that a call of this peer was allowed. `peer`: as gRPC names it, such as
         ipv4:10.0.0.1:4242."""
-        # Anybody may have made many connections by one token before it lets somebody in.
+        # One token may have made many connections before it lets anybody in.
         if peer not in self._known and not (who is not None and who.token):
             self._known[peer] = _address_of(peer), who
 
@@ -178,7 +180,7 @@ class Connections:
             if self._now() < looked_at + look_s and are_open < were_open + _GROWTH:
                 continue
             looked_at, were_open = self._now(), are_open
-            # In a thread: with many it takes a while.
+            # A thread looks, since many connections take a while.
             waiting = await asyncio.to_thread(self.waiting, there)
             before, self.refused = self.refused, refusals.look(waiting, self._now())
             if self.refused != before:
@@ -189,7 +191,7 @@ class Connections:
 
     def waiting(self, there: Port) -> Counter[bytes]:
         """Count the waiting connections by source. Raises OSError."""
-        known = list(self._known.items())  # of later ones the kernel's answer says nothing
+        known = list(self._known.items())  # the kernel's answer lacks later ones
         waiting = set(there.peers())
         of_holder: Counter[str] = Counter()
         for name, (peer, who) in known:
@@ -216,7 +218,7 @@ class Connections:
         self._agent_at = {s: at for s, at in self._agent_at.items() if now < at + _AGENT_S}
 
     def _has_agent(self, source: bytes) -> bool:
-        """Return whether one has, or had not long ago, a proven connection from there."""
+        """Return whether an agent there has a proven connection, or had one not long ago."""
         return self._now() < self._agent_at.get(source, -math.inf) + _AGENT_S
 
     def _tell(self, sources: Iterable[bytes], waiting: Mapping[bytes, int]) -> None:

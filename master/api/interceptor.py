@@ -39,7 +39,7 @@ from oobleck.proto.bounds import check_bounds, check_encoded
 log = logging.getLogger(__name__)
 
 
-#: By the numbers that gRPC's contexts have for them.
+#: Names of status codes by gRPC's numbers.
 _CODES = {code.value[0]: code.name for code in grpc.StatusCode}
 _UNBOUNDED = 1 << 30
 _FOREIGN = (
@@ -51,10 +51,10 @@ _FOREIGN = (
 class Calls:
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
-        #: By method: its name alone, as in GetJob.
+        #: Calls in progress by the name of the method alone, as in GetJob.
         self.open: Counter[str] = Counter()
-        #: By method and the name of the status. What an alert looks for is there from the start, as
-        #: Prometheus sees no increase in what begins at 1.
+        #: Ended calls by method and status. Counters that alerts look for are there from the start,
+        #: as Prometheus sees no increase in a counter that begins at 1.
         self.ended: Counter[tuple[str, str]] = Counter(
             {
                 (method.name, grpc.StatusCode.INTERNAL.name): 0
@@ -62,7 +62,7 @@ class Calls:
                 for method in service.methods
             }
         )
-        #: Of calls that are no streams.
+        #: Durations of calls that are no streams, by method.
         self.took: dict[str, Durations] = {}
 
     @asynccontextmanager
@@ -90,7 +90,7 @@ def _status(context: Any) -> str:
 
 
 class TooMany(Exception):
-    """A holder has as many calls as it may; the text says the fix."""
+    """Error: a holder has as many calls as it may; the text says the fix."""
 
 
 @dataclass(slots=True, eq=False)
@@ -98,7 +98,7 @@ class Share:
     """The calls of one holder."""
 
     open: int = 0
-    #: Of those, such that send more than one message.
+    #: Calls of these that send more than one message.
     sending: int = 0
     #: Held while the first message of a call is received.
     receiving: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MOST_RECEIVING))
@@ -110,9 +110,9 @@ class Shares:
         """Begin without callers. `denied` gets the peers of calls that are too many, and returns
         when one may be answered."""
         self._denied = denied
-        #: Of holders that have calls, by their names in certificates.
+        #: Shares of holders that have calls, by their names in certificates.
         self._of: dict[str, Share] = {}
-        #: Of whoever calls in the clear: all agents of a host may be one.
+        #: Share of the callers in the clear: all agents of a host may be one.
         self._free = Share(receiving=asyncio.Semaphore(_UNBOUNDED), turns=Turns(_UNBOUNDED))
 
     @asynccontextmanager
@@ -140,9 +140,9 @@ class Shares:
 
 #: A grpc.RpcMethodHandler; its stubs lack most of it.
 Handler = Any
-#: Ends the call of that context where its caller may not make it.
+#: Check that ends the call of that context where its caller may not make it.
 Check = Callable[[Any], Awaitable[None]]
-#: From bytes to a message. Raises _Malformed.
+#: Parser of bytes to a message. Raises _Malformed.
 Read = Callable[[bytes], Any]
 Around = Callable[[Any], AbstractAsyncContextManager[Share]]
 Count = Callable[[Any], AbstractAsyncContextManager[None]]
@@ -150,14 +150,15 @@ Holding = Callable[[Any], AbstractAsyncContextManager[Share]]
 
 
 class _Malformed(ValueError):
-    """A request could not be read."""
+    """Error: a request could not be read."""
 
 
 class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg] # not at run time
     def __init__(
         self, check: Callable[[str, Any], Awaitable[None]], calls: Calls, shares: Shares
     ) -> None:
-        """`check`: ends a call of that method and context where its caller may not make it."""
+        """Guard calls by `check`, which gets a method and its context. It ends the call where its
+        caller may not make it."""
         self._check = check
         self._calls = calls
         self._shares = shares
@@ -168,7 +169,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg] # n
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Handler:
         handler = await continuation(handler_call_details)
-        if handler is None:  # no such method; gRPC says so itself
+        if handler is None:  # there is no such method; gRPC says so itself
             return handler
         method = handler_call_details.method
         check = partial(self._check, method)
@@ -257,7 +258,7 @@ async def _told(context: Any) -> AsyncIterator[None]:
         await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(failed)[:MOST_DETAILS])
     except grpc.aio.AbortError:
         raise
-    except grpc.aio.BaseError as error:  # of the library: nobody is there to be answered
+    except grpc.aio.BaseError as error:  # it is the library's: nobody is there to be answered
         log.debug("a call could not be answered", extra={"reason": repr(error)[:MOST_DETAILS]})
     except Exception:
         log.exception("a call failed")
@@ -302,7 +303,7 @@ def _many_replies(handler: Handler, read: Read, around: Around, check: Check) ->
             async with aclosing(handler.unary_stream(request, context)) as replies:
                 async for reply in replies:
                     await share.turns.take()
-                    # It may be long since, and the certificate revoked.
+                    # The call may be old, and the certificate revoked.
                     await check(context)
                     await _write(context, reply)
 

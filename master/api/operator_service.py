@@ -43,14 +43,14 @@ from oobleck.proto.examinations import finding_message
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
-#: Of a job file; the description of a user's model of hundreds of unlike layers fits.
+#: Characters of a job file; the description of a user's model of hundreds of unlike layers fits.
 MOST_JOB_CHARACTERS = 1 << 20
 _REQUEST_ID = re.compile(r"[0-9A-Za-z_-]{1,64}")
-#: Names of nodes in an answer about one that is not there.
+#: Names of nodes in the answer about a missing one.
 _NAMES_TOLD = 8
-#: How long an answer waits for a plan without a node; shorter than operators wait for an answer.
+#: Time that an answer waits for a plan without a node; operators wait longer for the answer.
 _FATE_S = 3.0
-#: Lines that are read from log files at a time, outside the event loop's thread.
+#: Lines read from log files at a time, outside the event loop's thread.
 _LINES_AT_A_TIME = 1000
 
 
@@ -84,7 +84,7 @@ class OperatorService(rpc.OperatorServicer):
     async def Submit(self, request: pb.SubmitRequest, context: Context) -> pb.SubmitReply:
         await _check_request_id(request.request_id, context)
         try:
-            # In a thread: for a long text it takes seconds, in which agents must be heard.
+            # A thread parses, since a long text takes seconds, in which agents must be heard.
             spec, profile = await asyncio.to_thread(_read_submission, request)
             check_installed(spec)
             self._wheels.check(spec)
@@ -93,7 +93,7 @@ class OperatorService(rpc.OperatorServicer):
         job_id = await self._requests(context).submit(
             request.request_id, spec, profile=profile, profile_only=request.profile_only
         )
-        job = self._master.state.jobs.get(job_id)  # one that has ended may be forgotten
+        job = self._master.state.jobs.get(job_id)  # an ended job may be forgotten
         warning = "" if job is None else shortfall(self._master.state, job)
         return pb.SubmitReply(job_id=job_id, warning=warning)
 
@@ -162,7 +162,7 @@ class OperatorService(rpc.OperatorServicer):
         if not nodes:
             known = ", ".join(state.held) or "none"
             text = f"no node trains an unknown job {request.job_id[:80]!r}; such jobs: {known}"
-            if job_id in state.held:  # it waits in the queue
+            if job_id in state.held:  # the job waits in the queue
                 text = held_note(state, job_id)
             await context.abort(grpc.StatusCode.NOT_FOUND, text)
         return pb.CancelUnknownReply(nodes=nodes)
@@ -174,7 +174,7 @@ class OperatorService(rpc.OperatorServicer):
         await _check_request_id(request.request_id, context)
         why = ""
         if request.request_id in job.saves.numbers:
-            pass  # what was answered once is answered again, whatever has come since
+            pass  # a repeated request gets the same answer, whatever has come since
         elif job.spec.checkpoint is None:
             why = "takes no checkpoints: submit it with checkpoint.path in its job file"
         elif job.state in ENDED:
@@ -213,7 +213,7 @@ class OperatorService(rpc.OperatorServicer):
             trace = await self._master.timelines.trace(job, max(1, request.steps))
         except NoTimeline as reason:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(reason))
-        self._requests(context).check()  # it took its time
+        self._requests(context).check()  # the answer took its time
         return pb.TimelineReply(trace=trace.decode())
 
     async def ListNodes(self, request: pb.ListNodesRequest, context: Context) -> pb.ListNodesReply:
@@ -253,7 +253,7 @@ class OperatorService(rpc.OperatorServicer):
     async def _node_info(self, name: NodeName, context: Context) -> pb.NodeInfo:
         state = self._master.state
         node = state.nodes.get(name)
-        if node is None:  # it was lost, and is forgotten meanwhile
+        if node is None:  # the node was lost, and is forgotten meanwhile
             await context.abort(grpc.StatusCode.NOT_FOUND, f"node {name} has just been forgotten")
         return node_info(state, node, self._master.now(), self._master.unix())
 
@@ -283,14 +283,14 @@ class OperatorService(rpc.OperatorServicer):
         log = archive.evaluations(job.id) if request.evaluations else archive.metrics(job.id)
         while True:
             changed = self._master.changes.next
-            # Of a job that has ended, lines may still wait for room on the disk.
+            # Lines of an ended job may still wait for room on the disk.
             ended = job.state in ENDED and log.is_stored
             stored = log.stored_step
             while step <= stored:
                 lines, step = await asyncio.to_thread(read_steps, log.path, step)
                 if lines:
                     yield pb.MetricsLines(json=lines)
-                else:  # those steps have none, as where the job began at a checkpoint
+                else:  # those steps have no record, as where the job began at a checkpoint
                     step = stored + 1
             if ended or not request.follow:
                 return

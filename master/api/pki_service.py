@@ -63,11 +63,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-#: Of the master's own certificate, which it renews itself when this part of its life is left.
+#: Share of its life that the master's own certificate has left when the master renews it.
 _RENEW_PART = 1 / 3
-#: By this name its own processes ask the master.
+#: Name by which the master's own processes ask it.
 _VIEWER = "master"
-#: Of what such a process shows. Each is given a new certificate; one that has to connect again
+#: Life of a certificate of such a process. Each process gets a new one. A process that reconnects
 #: later than this ends, and the next one goes on.
 _VIEWER_LIFE_S = 3600.0
 _FIX = (
@@ -76,7 +76,7 @@ _FIX = (
 )
 SHORTEST_TTL_S = 1.0
 LONGEST_TTL_S = 7 * 86_400.0
-#: Characters of a token's fingerprint that stand for it.
+#: Characters of a token's fingerprint that stand for the token.
 ID_CHARACTERS = 12
 
 
@@ -132,8 +132,8 @@ class AuthorityFolder:
         )
 
     def make_viewer(self, folder: Path) -> None:
-        """Put credentials into `folder`, for processes of the master's own that only read. It is
-        nobody's but this process's, whose key for them is a new one. Raises OSError."""
+        """Put credentials into `folder`, for processes of the master's own that only read. The
+        folder is private, and each master process makes a new key for it. Raises OSError."""
         make_private(folder)
         identity = pki.Identity(role="viewer", name=_VIEWER)
         certificate = self.authority.sign(self._viewer_key.public_key(), identity, _VIEWER_LIFE_S)
@@ -192,7 +192,8 @@ class PkiService(rpc.PkiServicer):
             role = check_join(trust, token.fingerprint, digest, name, unix)
             identity = pki.Identity(role=role, name=name)
             if (before := joined_by(trust, token.fingerprint, unix)) is not None:
-                # The first answer was lost: one that ends with it changes nothing.
+                # The first answer was lost. A certificate that ends with the first one changes
+                # nothing.
                 return None, authority.sign(key, identity, before.expires_at - unix)
             certificate = authority.sign(key, identity, self._life_s)
             issued = CredentialIssued(
@@ -231,7 +232,7 @@ class PkiService(rpc.PkiServicer):
         try:
             role = _read_role(request.role)
             name = check_name(request.name, role) if request.name else ""
-            if not SHORTEST_TTL_S <= request.ttl_s <= LONGEST_TTL_S:  # not a number: neither
+            if not SHORTEST_TTL_S <= request.ttl_s <= LONGEST_TTL_S:  # NaN fails too
                 raise ValueError(f"--ttl: {request.ttl_s:g} s is not from 1 s to 7 days")
         except ValueError as error:
             await _refuse(context, str(error))

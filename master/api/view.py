@@ -29,9 +29,9 @@ from oobleck.proto.heads import head_message
 from oobleck.proto.plans import plan_message, worker_message
 from oobleck.proto.protocol import NEWEST
 
-#: A worker that does not leave its generation within this time is worth a word.
+#: Time after which a worker that has not left its generation is worth a word.
 _SLOW_ANSWER_S = 5.0
-#: A job without a step for this long, and for so many usual steps, has no speed.
+#: Time, and number of usual steps, after which a job without a step has no speed.
 _STILL_S = 2.0
 _STILL_STEPS = 5
 _WAY_BACK = "; put that right, then 'oobleck node undrain' it or start its agent anew"
@@ -94,7 +94,7 @@ def job_status(state: ClusterState, job: Job, config: MasterConfig, now: float) 
         message.last_step_age_s = age_s
     if rate > 0 and moving:
         recent = tuple(seen.steps.recent)
-        # Use the mean: if labels choose the learned tokens, their number differs by step.
+        # The mean is used: if labels choose the learned tokens, their number differs by step.
         step_tokens = fmean(record.tokens for record in recent[1:] or recent)
         message.eta_s = (training.steps - seen.steps.committed_step) * step_tokens / rate
     return message
@@ -229,7 +229,7 @@ def _passing_reason(state: ClusterState, job: Job) -> str:
 
 def _start_reason(state: ClusterState, job: Job) -> str:
     unready = [node for node in state.candidates(job) if not state.is_ready(node, job)]
-    # A process that has been asked for has no pid until its libraries are loaded.
+    # A requested process has no pid until its libraries are loaded.
     loading = [n for n in unready if any(not worker.pid for worker in n.seen.status.workers)]
     if loading:
         return f"loading libraries on {_names(loading)}"
@@ -241,8 +241,8 @@ def _names(nodes: Iterable[Node]) -> str:
 
 
 def problem_of(state: ClusterState, storage: str) -> str:
-    """Return what is wrong with this master itself, for operators; empty: nothing. `storage`: what
-    keeps it from storing."""
+    """Return the problem of this master itself, for operators; empty: none. `storage`: the reason
+    why it cannot store."""
     found = [storage] if storage else []
     if state.superseded is not None:
         other, node = state.superseded
@@ -262,8 +262,8 @@ def problem_of(state: ClusterState, storage: str) -> str:
 
 
 def held_note(state: ClusterState, job_id: JobId) -> str:
-    """Return which nodes train a job that this master does not know, or has in its queue, and the
-    ways on."""
+    """Return which nodes train a job that this master does not know, or has in its queue, and how
+    to go on."""
     nodes = state.held[job_id]
     steps = (worker.committed_step for node in nodes for worker in node.seen.status.workers)
     names, step = comma_separated(node.facts.node for node in nodes), max(steps, default=-1)
@@ -335,7 +335,8 @@ def _workers(state: ClusterState, node: Node) -> list[pb.WorkerStatus]:
         message_of(
             pb.WorkerStatus,
             told,
-            # Who knows it speaks for the process: it is between the agent and the master.
+            # Whoever knows the incarnation speaks for the process: it stays between the agent and
+            # the master.
             incarnation="",
             rate=rates.get(WorkerId(node.facts.node, told.slot), 1.0),
         )

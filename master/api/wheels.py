@@ -23,11 +23,11 @@ from oobleck.host.wheel import MOST_WHEEL_BYTES, PART_BYTES, digest_of, stored_a
 from oobleck.master.state.job import ENDED, Job
 from oobleck.master.storage.disk import storing
 
-#: Of all wheels together.
+#: Bytes of all wheels together.
 _MOST_BYTES = 1 << 30
-#: A wheel comes before its job: one that no job names stays for so long.
+#: Time that a wheel stays before a job names it: it comes before its job.
 _UNNAMED_S = 600.0
-#: Between two looks at what is still named.
+#: Time between two looks at the wheels that are still named.
 _LOOK_S = 60.0
 
 
@@ -53,8 +53,8 @@ class Wheels:
             raise ValueError("code: the wheel did not come; submit the job with 'oobleck submit'")
 
     async def put(self, parts: AsyncIterator[bytes], wanted: Collection[str] | None = None) -> str:
-        """Store a wheel, and return its hash once it survives a power failure. Of one that is
-        refused, or breaks off, nothing stays. `wanted`: the hashes that it may have; None: any.
+        """Store a wheel, and return its hash once it survives a power failure. Nothing stays of a
+        wheel that is refused or breaks off. `wanted`: the hashes that it may have; None: any.
         Raises ValueError, StorageFailed."""
         temporary = self._folder / f"coming-{secrets.token_hex(8)}"
         file = await asyncio.to_thread(self._begin, temporary)
@@ -116,10 +116,10 @@ class Wheels:
                 yield data
 
     async def run(self, jobs: Callable[[], Iterable[Job]]) -> None:
-        """Remove what no job names any more. Never returns; ends by cancellation."""
+        """Remove the wheels that no job names any more, until this is cancelled."""
         while True:
             codes = [digest_of(job.spec.code) for job in jobs() if job.state not in ENDED]
-            with suppress(OSError):  # what cannot be removed now is looked at again
+            with suppress(OSError):  # the next look comes to what cannot be removed now
                 await asyncio.to_thread(self.remove_all_but, frozenset(codes), time.time())
             await asyncio.sleep(_LOOK_S)
 
@@ -136,5 +136,5 @@ class Wheels:
 def _size(file: Path) -> int:
     try:
         return file.stat().st_size
-    except FileNotFoundError:  # it has its name by now, or broke off
+    except FileNotFoundError:  # the wheel has its name by now, or broke off
         return 0
