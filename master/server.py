@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: Of a master without an authority.
+#: Warning of a master without an authority.
 IN_THE_CLEAR = (
     "this master asks nobody who they are: every user of this host, and every container on its "
     "network, may submit jobs, which run as the agents' users; 'oobleck local' is for you alone, "
@@ -58,17 +58,19 @@ async def serve(config: MasterConfig, journal: Journal) -> None:
     """Serve until a signal ends it. Raises Unusable, StorageFailed, and OutputFailed where nobody
     can be told the address."""
     stopped = asyncio.Event()
-    # Whoever answers these holds the lock and has replayed the journal.
+    # A process that answers these holds the lock and has replayed the journal.
     probes = {ALIVE: lambda: True, READY: lambda: not stopped.is_set()}
-    # All before the master's start is journaled, which is for those that come to it.
-    with _taken(config.listen):  # where two name one port, the other one is at fault
+    # All ports are bound before the master's start is journaled: only a master that others can
+    # reach starts.
+    with _taken(config.listen):  # where two options name one port, the other option is at fault
         listening = _open_page(config.metrics_listen)
         health = _open_health(config.health_listen, probes)
     authority = _read_authority(config)
     config = dataclasses.replace(
         config,
         cluster=authority.cluster if authority is not None else "",
-        # Not of the folder: a copy may be put into the one that the original was in.
+        # The lock, not the folder, gives the identity: a copy may be put into the original's
+        # folder.
         place=place_of(config.state_dir / LOCK),
     )
     planner = PlanningProcess()
@@ -129,7 +131,7 @@ async def serve(config: MasterConfig, journal: Journal) -> None:
     finally:
         for task in (*tasks, stopping):
             task.cancel()
-        # Calls that are open now are cancelled, and gRPC tells of each in a traceback.
+        # Open calls are cancelled now, and gRPC tells of each in a traceback.
         logging.getLogger("grpc").setLevel(logging.CRITICAL)
         master.close()
         if health is not None:

@@ -27,12 +27,12 @@ from oobleck.master.storage.disk import Storage, StorageFailed, storing
 from oobleck.master.storage.records import EvaluationLog, EventLog, MetricsLog
 
 MOST_BYTES = 8 << 20
-#: A longer line is cut; it is not text that anybody reads.
+#: Length at which a line is cut; a longer one is not text that anybody reads.
 _MOST_LINE = 16_384
-#: A follower that is this many lines behind loses lines.
+#: Lines by which a follower may be behind; beyond that it loses lines.
 _MOST_BEHIND = 10_000
 _NAME = re.compile(r"(.+)-(\d+)\.log(\.1)?")
-#: So long records wait for those of steps before: longer than any node is waited for.
+#: Time that records wait for those of earlier steps: longer than any node is waited for.
 GAP_S = 60.0
 
 
@@ -47,7 +47,8 @@ Wanted = Callable[[WorkerId], bool]
 
 @dataclass(slots=True, eq=False)
 class Follower:
-    """Gets every line from its start on, in a queue that drops the oldest when it is full."""
+    """Follower of a job's output: a queue of every line from its start on. A full queue drops its
+    oldest line."""
 
     job_id: JobId
     wanted: Wanted
@@ -116,9 +117,9 @@ class _Gap:
 
     missing: range = range(0)
     since: float = 0.0
-    #: The last step of which a record waited, or was expected, then.
+    #: Last step whose record waited, or was expected, at that time.
     behind: int = 0
-    #: What was missing before has been given up since.
+    #: True: the records that were missing before have been given up since.
     passed: bool = False
 
 
@@ -130,7 +131,7 @@ class Archive:
         self.logs = LogStore(config.state_dir)
         self._metrics: dict[JobId, MetricsLog] = {}
         self._evaluations: dict[JobId, EvaluationLog] = {}
-        #: What has something to be written, oldest first.
+        #: Logs that have something to write, oldest first.
         self._unwritten: dict[MetricsLog | EvaluationLog, None] = {}
         self._gaps: dict[JobId, _Gap] = {}
 
@@ -175,9 +176,12 @@ class Archive:
         return [job_id for job_id in self._gaps if self.metrics(job_id).is_held_up]
 
     def given_up(self, now: float, late_s: float) -> dict[JobId, range]:
-        """Return the steps whose records nobody has sent for long though others wait for them: all
-        that had them are gone, or the file has lost them. `late_s`: of that the master itself was
-        away. A gap behind one that was given up has lasted as long as what waits behind both."""
+        """Return the steps whose records nobody has sent for long though others wait for them. All
+        agents that had them are gone, or the file has lost them.
+
+        `late_s`: part of the time for which the master itself was away. A gap behind one that was
+        given up has lasted as long as the records behind both.
+        """
         found = {}
         for job_id, gap in list(self._gaps.items()):
             metrics = self.metrics(job_id)
@@ -219,7 +223,7 @@ class Archive:
         """Write what still waits, and close the job's files. They are complete, and stay."""
         self._gaps.pop(job_id, None)
         self.write()
-        if self.storage.problem:  # some of it may still wait
+        if self.storage.problem:  # some records may still wait
             return
         self.events.forget(job_id)
         for known in (self._metrics, self._evaluations):

@@ -21,7 +21,7 @@ from oobleck.master.state.job import Job
 from oobleck.master.state.job_observed import JobSeen
 from oobleck.master.state.node import Node, NodeSeen
 
-#: What is observed, what the files of profiles tell anew, and what is written beside the cluster.
+#: Fields left out: observations, stored profiles, and values written beside the cluster.
 _LEFT_OUT: Mapping[type, tuple[str, ...]] = {
     ClusterState: (
         "profiles",
@@ -35,16 +35,16 @@ _LEFT_OUT: Mapping[type, tuple[str, ...]] = {
     Node: ("seen",),
     Job: ("seen",),
 }
-#: Fast; what repeats is most of a state.
+#: Fast compression; most of a state repeats.
 _LEVEL = 1
 
 
 class _Text(msgspec.Struct, frozen=True, kw_only=True):
-    #: Of the state, its nodes and its jobs: the fields, each by itself.
+    #: Encoded fields of the state, its nodes and its jobs.
     state: dict[str, msgspec.Raw]
     nodes: dict[str, dict[str, msgspec.Raw]]
     jobs: dict[str, dict[str, msgspec.Raw]]
-    #: How many lines of each job's events.jsonl the events before have given.
+    #: Number of lines in each job's events.jsonl that earlier events have given.
     records: dict[JobId, int]
 
 
@@ -102,7 +102,7 @@ def _whole(kind: Any, parts: Mapping[str, msgspec.Raw], **observed: object) -> A
         else:
             values[name] = _decoded(text, hint)
     made = kind(**values)
-    for name, items in bounded.items():  # their bounds are in their defaults
+    for name, items in bounded.items():  # the bounds of the fields are in their defaults
         getattr(made, name).extend(items)
     return made
 
@@ -116,7 +116,7 @@ def _kept(kind: type) -> dict[str, Any]:
     """Return the types of those fields of a dataclass that a snapshot holds, by name."""
     assert is_dataclass(kind)
     hints, left_out = get_type_hints(kind), _LEFT_OUT.get(kind, ())
-    # What does not count in comparisons follows from the rest.
+    # A field that does not count in comparisons follows from the rest.
     kept = (field.name for field in fields(kind) if field.compare)
     return {name: hints[name] for name in kept if name not in left_out}
 
