@@ -42,7 +42,7 @@ from oobleck.proto.health import ALIVE, READY, HealthPort
 
 logger = logging.getLogger(__name__)
 
-#: For the last reports, when everything has ended.
+#: Time for the last reports, when everything has ended.
 FAREWELL_S = 1.0
 _MOST_FAULT_BYTES = 1 << 20
 
@@ -73,9 +73,11 @@ async def serve(
     listening: socket.socket | None = None,
     health_listen: str | None = None,
 ) -> int:
-    """Run until a signal or a refusal; the exit code. Without credentials the agent joins by the
-    token first. Raises CommandFailed where it cannot. `listening`: where metrics are served,
-    `health_listen`: where health is; None: nowhere."""
+    """Run until a signal or a refusal, and return the exit code.
+
+    Without credentials the agent joins by the token first. Raises CommandFailed where it cannot.
+    `listening`: where metrics are served, `health_listen`: where health is; None: nowhere.
+    """
     environment = Environment()
     incarnation = new_incarnation(environment)
     outbox = Outbox(incarnation)

@@ -70,9 +70,11 @@ from oobleck.proto import types
 
 logger = logging.getLogger(__name__)
 
-#: A channel whose worker is dead closes at once, unless a child of the worker holds it open.
+#: Time for the channel of a dead worker to close. It closes at once, unless a child of the worker
+#: holds it open.
 LAST_WORDS_S = 0.2
-#: That of one whose memory is still being freed is open until then; what it said is there.
+#: Time for the channel of a worker whose memory is still being freed. It is open until then, and
+#: all messages are there.
 SAID_S = 0.01
 
 
@@ -98,9 +100,9 @@ class Supervisor:
         """Take the dependencies of a node's supervisor. `start_warm` and `start_worker` start its
         processes. `wheels` holds those that jobs bring; None: this node takes none."""
         self._config = config
-        #: Where all that the master is to hear is put.
+        #: Queue of all messages to the master.
         self._outbox = outbox
-        #: For how long records are held back, and the plan that says so: every event asks.
+        #: Time that records are held back, and the plan that says so: every event asks.
         self._held_for: Assign | None = None
         self._hold_s = HOLD_S
         self._now = environment.now
@@ -118,9 +120,9 @@ class Supervisor:
             faults=config.faults,
             health=GpuHealth(places=[gpu.bus for gpu in config.gpus]),
         )
-        #: How many processes the kernel had killed for want of memory when that was last read.
+        #: Number of processes that the kernel had killed for lack of memory at the last look.
         self._kernel_kills = kernel_kills()
-        #: When to look again though nothing happens, and what wakes it then; None: not at all.
+        #: Time to look again though nothing happens, and the timer for it; None: none is set.
         self._wake_at: float | None = None
         self._timer: asyncio.TimerHandle | None = None
         #: Set once every process has ended.
@@ -229,7 +231,8 @@ class Supervisor:
         self._handle(WarmReady())
 
     def warm_exited(self, returncode: int | None, last_line: str) -> None:
-        # The kernel kills the workers with the warm process, and nobody is left to tell how.
+        # The kernel kills the workers with the warm process, and nobody is left to tell how they
+        # ended.
         self._pool.warm_has_ended()
         for process in list(self._pool.processes.values()):
             process.kill()
@@ -275,7 +278,7 @@ class Supervisor:
             case Recorded(recording=recording):
                 self._outbox.recorded(worker.job_id, worker.slot, recording)
             case Ready() | Alive() | Finished():
-                pass  # in the status
+                pass  # the status tells of it
             case _:
                 if isinstance(message, Failed):
                     fields = {"slot": worker.slot, "kind": message.kind, "reason": message.message}
@@ -296,7 +299,7 @@ class Supervisor:
     def ending(self, incarnation: Incarnation, how: How) -> None:
         process = self._pool.processes.get(incarnation)
         if process is not None and not process.buried:
-            process.kill()  # a process may look so whose first thread alone has ended
+            process.kill()  # a process may look so when only its first thread has ended
             self._pool.is_ending(process)
             self._bury(process, *how, wait_s=SAID_S)
 
@@ -389,7 +392,7 @@ class Supervisor:
     def _do(self, action: Action) -> None:
         self._state.apply(self._pool.perform(action, self._tasks), self._now())
         if isinstance(action, GiveUpWorker):
-            # At once: what hangs in the kernel does not end when it is killed.
+            # At once: a process that hangs in the kernel does not end when it is killed.
             worker = self._state.workers[action.incarnation]
             assert worker.hung is not None
             self._outbox.report(report_of(worker, worker.hung), self._now())

@@ -37,17 +37,18 @@ logger = logging.getLogger(__name__)
 
 #: Below the home of the user whom the workers run as.
 _FOLDER = "~/.cache/oobleck/code"
-#: Wheels that stay, the newest used. Agents of one host may share them, and each has one job.
+#: Number of wheels that stay, the newest used. Agents of one host may share them, and each has one
+#: job.
 _MOST_KEPT = 16
-#: The wheel itself, in the folder that it is unpacked in: no module has such a name.
+#: Name of the wheel itself in the folder that it is unpacked in: no module has such a name.
 _WHEEL = ".whl"
 _NOT_ACCEPTED = (
     "code: this node takes no code that comes with a job; start its agent with --accept-code, or "
     "install the code there and leave the key out"
 )
-#: For the largest wheel over a slow line; a master that is frozen is asked anew.
+#: Time for the largest wheel over a slow line. A frozen master is asked again after it.
 _CALL_TIMEOUT_S = 120.0
-#: Longest wait before another try, a random part of which is waited.
+#: Longest wait before another try; the wait is a random part of it.
 _RETRY_S = 2.0
 #: Answers that another try does not change.
 _FINAL = (
