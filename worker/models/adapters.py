@@ -199,8 +199,8 @@ class Gpt2Embedding(Layer):
 class _QueryKeyValue(TransposedLinear):
     """The three projections in one.
 
-    A constant added to every key adds the same to all scores of a query, so the key bias has no
-    effect and a true gradient of zero. Its rounding noise, which Adam would amplify into updates
+    A constant added to every key adds the same to all scores of a query. So the key bias has no
+    effect, and a true gradient of zero. Its rounding noise, which Adam would amplify into updates
     that differ from one plan to the next, is kept out.
     """
 

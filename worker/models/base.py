@@ -134,9 +134,9 @@ def draw_parameters(
 ) -> None:
     """Fill weights at random and the rest with constants: a function of (seed, layer) alone.
 
-    Matrices are normal with the `deviation` of their name, norms 1, biases 0. All draws are on
-    the CPU and in float64 and rounded to the parameter's type, so that they depend neither on the
-    device nor on the precision. `tied` names the parameter that is the embedding's first one.
+    Matrices are normal with the `deviation` of their name, norms 1, biases 0. All draws are on the
+    CPU and in float64, and rounded to the parameter's type. So they depend neither on the device
+    nor on the precision. `tied` names the parameter that is the embedding's first one.
     """
     draws = generator(seed, "initial", module.layer)
     for name, parameter in module.named_parameters():

@@ -1,14 +1,14 @@
 """Layers through torch's compiler, where the job wants it (`training.compile`).
 
 All layers go through one compiled function that has the module as an argument. So weights are
-inputs of what is compiled, and layers of the same code share it, however many there are and
-whichever a plan puts here. All of a model is compiled before its worker is ready
-(`oobleck.worker.profiling.preflight`), and nothing from then on: no step waits for the compiler,
-and what nothing compiled fits runs as it is. Must not know which layers are compiled.
+inputs of the compiled code. Layers of the same code share it, however many there are and whichever
+a plan puts here. All of a model is compiled before its worker is ready
+(`oobleck.worker.profiling.preflight`), and nothing from then on. No step waits for the compiler,
+and layers that nothing compiled fits run as they are. Must not know which layers are compiled.
 
-`Compilation` finds out which layers torch takes, where a job is submitted: what a layer does is
-traced whole, forward and backward, on the numbers or shapes that it was described by; no machine
-code is made of it, so no C++ compiler is needed.
+`Compilation` finds out which layers torch takes, where a job is submitted. It traces a layer whole,
+forward and backward, on the numbers or shapes that the layer was described by. No machine code is
+made of it, so no C++ compiler is needed.
 """
 
 import errno

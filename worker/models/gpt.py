@@ -1,7 +1,7 @@
 """The built-in model: a decoder-only transformer.
 
-No linear layer has a bias: the key bias, for one, has a true gradient of zero, so Adam would
-amplify its rounding noise into updates that differ from one plan to the next. Dropout acts on the
+No linear layer has a bias. The key bias, for one, has a true gradient of zero. Adam would amplify
+its rounding noise into updates that differ from one plan to the next. Dropout acts on the
 embedding's sum and on what each block adds to it, not on attention weights.
 """
 

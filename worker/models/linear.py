@@ -2,10 +2,11 @@
 
 Zero-bubble schedules make the gradient that the stage before waits for first, and weight gradients
 when there is nothing else to do. Nearly all the work of a weight gradient is in the matrices of
-linear layers, so only those are split: biases, norms and embeddings get theirs with the input's.
+linear layers, so only those are split. Biases, norms and embeddings get theirs with the input's.
 
 It needs nothing but tensor hooks. In the forward the weight stands outside of autograd, so the
-ordinary backward makes the input's gradient alone, and a hook keeps what the weight's is made of.
+ordinary backward makes the input's gradient alone. A hook keeps the tensors that the weight's
+gradient is made of.
 """
 
 from collections import deque
@@ -42,8 +43,8 @@ class DeferredGradients:
 
     @torch.no_grad()
     def add(self) -> None:
-        """Add them to the weights' gradients, freeing each after its use: the same product as
-        autograd's own, so the result is the same to the last bit."""
+        """Add them to the weights' gradients, and free each after its use. The product is the same
+        as autograd's own, so the result is the same to the last bit."""
         while self._due:
             layer, x, gradient = self._due.popleft()
             weight = layer.weight

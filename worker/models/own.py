@@ -1,9 +1,9 @@
-"""Models of users: layers that are built by what the job names, and their initial weights.
+"""Models of users: layers that the job's code builds, and their initial weights.
 
-A layer is built on torch's meta device where its shapes alone are wanted. What it has besides
-parameters that are trained (buffers, tables, frozen weights) is a constant of the job: whoever
-holds the layer builds it for real, from the same draws, and it is never sent or saved. A layer that
-refers to its parameters by hooks or in a closure is built for real too: these parameters stay the
+A layer is built on torch's meta device where its shapes alone are wanted. Its tensors besides
+trained parameters (buffers, tables, frozen weights) are constants of the job. A worker that holds
+the layer builds it for real, from the same draws, so they are never sent or saved. A layer that
+refers to its parameters by hooks or in a closure is built for real too. These parameters stay the
 same objects and get other memory.
 """
 

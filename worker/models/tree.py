@@ -1,8 +1,7 @@
-"""Trees that pass between the layers of a model: one tensor, or a tuple, list or dict of such
-trees.
+"""Trees that pass between the layers of a model: a tensor, or a tuple, list or dict of such trees.
 
-A tree taken apart is its tensors in order, and its structure as JSON: `null` for a tensor,
-`["tuple", ...]` and `["list", ...]` for sequences, an object for a dict, whose keys keep their
+A tree taken apart is its tensors in order, and its structure as JSON. In it `null` is a tensor,
+`["tuple", ...]` and `["list", ...]` are sequences, and an object is a dict, whose keys keep their
 order. Nothing else is a tree, since it could not be put together again elsewhere from that alone.
 """
 

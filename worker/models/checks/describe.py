@@ -1,8 +1,9 @@
 """Description of a user's model for planning, from one pass over its layers without weights.
 
-Large layers run on torch's meta device, which computes shapes alone; one whose code needs numbers,
-as a mixture of experts may, and small ones run for real in host memory. Owns the numbers, and what
-may pass between layers; `oobleck.worker.models.checks.check` looks for what only real runs show.
+Large layers run on torch's meta device, which computes shapes alone. Small ones run for real in
+host memory, and so do layers whose code needs numbers, as a mixture of experts may. Owns the
+numbers, and what may pass between layers. `oobleck.worker.models.checks.check` looks for faults
+that only real runs show.
 """
 
 from collections import defaultdict
@@ -87,7 +88,7 @@ def describe(job: JobSpec, sample: tuple[Any, Any], warnings: list[Problem] | No
     numbers, target = (_repeated(side, dtype) for side in sample)
     tied = _tied(spec, count)
     incoming, giver = inputs, "the data"
-    #: Input, parameter shapes, and sketch of each layer; layers are alike where all three are equal.
+    #: Input, parameter shapes, and sketch of each layer; layers with the same three are alike.
     found: list[tuple[TreeSketch, _Shapes, LayerSketch]] = []
     compilation = Compilation() if job.training.compile else None
     for number in range(count):
@@ -194,9 +195,9 @@ class _Values:
     numbers: Any
 
     def rows(self, count: int, device: str) -> Any:
-        """Return leaves of `count` rows: floats from 0 to 1, which may be shares or have a
-        logarithm; in host memory the data's own numbers of other types, since zero may be no length
-        and no index."""
+        """Return leaves of `count` rows. Floats are from 0 to 1, so that they may be shares or have
+        a logarithm. Numbers of other types are the data's own in host memory, since zero may be no
+        length and no index."""
         known: Sequence[Tensor | None] = [None] * len(self.sketch.tensors)
         if device == "cpu" and self.numbers is not None:
             known = flatten(self.numbers)

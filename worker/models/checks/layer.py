@@ -1,14 +1,14 @@
-"""Check of one layer of the user's, for what only real runs show.
+"""Check of one layer of the user's, for faults that only real runs show.
 
-The layer runs on two batches that share a row, the same sample. What becomes of that row must
-depend on nothing but the row, the layer's weights and torch's seed: not on the other rows, their
-number, or the row's place.
+The layer runs on two batches that share a row, the same sample. The result of that row must depend
+on nothing but the row, the layer's weights and torch's seed. It must not depend on the other rows,
+their number, or the row's place.
 
 A gate that begins at zero, or a branch on numbers of the batch, can hide an influence at first. So
 the layer runs with changed weights too, on the outputs of changed layers before it. There gradients
 are compared as well: the shared row's part in those of the parameters, and that of its input. If
 such a run raises or is not finite, a smaller change is tried: the numbers are to blame, not the
-layer. Which layers are looked at, and on what, is `check`'s.
+layer. `check` chooses the layers and their inputs.
 """
 
 from collections.abc import Iterator
@@ -117,7 +117,7 @@ class _Pass:
     output: Tree
     #: Gradients of the shared row's inputs, (1, ...) each.
     gradients: list[Tensor]
-    #: By parameter, the shared row's part of its gradient: the sum weighted by noise, and the size;
+    #: The shared row's part of each parameter's gradient: the sum weighted by noise, and the size;
     #: NaN if not finite. None: there was no backward from the shared row alone.
     sums: dict[str, tuple[float, float]] | None
 
@@ -168,8 +168,8 @@ class LayerCheck:
         return any(not problem.warning for problem in self._found)
 
     def run(self, given: Batches) -> Batches | None:
-        """Run the layer with its initial weights; return its output, for the next layer to be run
-        on, or None where it gives nothing of use."""
+        """Run the layer with its initial weights, and return its output, on which the next layer is
+        run. None: the output is of no use."""
         one = self._pass(given.one, 0, back="from all")
         before = kept(self._module)
         again = one and self._pass(given.one, 0, back="from all")

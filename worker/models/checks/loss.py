@@ -143,7 +143,7 @@ def influence_in_loss(
 def _row_loss(
     spec: OwnModelSpec, output: Tree, targets: Tree, row: int, step: int, *, initial: bool
 ) -> tuple[Tensor, Tensor, list[Tensor]] | None:
-    """Return the loss of `row`, its weight, and the gradients of its loss in that row of `output`;
+    """Return the loss of `row`, its weight, and the gradients of its loss in that row of `output`.
     None if it fails or is not finite with other weights than the initial ones."""
     given = map_tensors(lambda tensor: leaf(tensor.clone(), tensor.requires_grad), output)
     x = map_tensors(lambda tensor: tensor.clone(), given)

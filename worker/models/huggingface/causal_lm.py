@@ -1,7 +1,7 @@
 """Models of transformers as layers, if their layers form one chain under a head.
 
-The family's own classes compute. Layer 0 is the base model without layers and final norm; each of
-its layers follows; the last layer is the final norm and the head. Between layers travel hidden
+The family's own classes compute. Layer 0 is the base model without layers and final norm. Each of
+its layers follows. The last layer is the final norm and the head. Between layers travel hidden
 states, and with them routing sums or ids if the loss or the head needs them. Masks and rotary
 tables are made anew for each layer (`unsplit`).
 """
@@ -144,8 +144,8 @@ def build(architecture: Architecture, number: int, lora: LoraSpec | None = None)
 
 
 def foreign_names(architecture: Architecture, number: int) -> dict[str, str]:
-    """Map the name that layer `number` gives a parameter or a kept buffer to transformers' name in
-    the state of the whole model, which is what `from_pretrained` understands."""
+    """Map the name that layer `number` gives a parameter or a kept buffer to its name in the state
+    of the whole model. `from_pretrained` understands the latter."""
     with torch.device("meta"), without_draws():
         layer = build(architecture, number)
     prefix = _prefix(architecture, number)

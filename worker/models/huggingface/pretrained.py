@@ -172,8 +172,8 @@ def _parameters(architecture: Architecture) -> frozenset[str]:
 
 
 def _stored_name(architecture: Architecture, full: str) -> str:
-    """Return the parameter's name in the files. For a tied one it is the first one's, which files
-    have in any case."""
+    """Return the parameter's name in the files. A tied parameter has the name of the first one,
+    which files have in any case."""
     tied: dict[str, str] = _whole(architecture).model.get_expanded_tied_weights_keys()
     return tied.get(full, full)
 
