@@ -1,9 +1,9 @@
 """Injection of faults into the processes and the network of the machine that it runs on.
 
-Drills of `oobleck chaos` on this machine, benchmarks and tests call it; `--ssh` sends its text to a
-host, where Python runs it, so it needs nothing but Python's own library. Processes that are
-stopped and networks that are cut off come back by themselves: a process of its own waits for that,
-whatever becomes of the drill.
+Drills of `oobleck chaos` on this machine, benchmarks and tests call it. `--ssh` sends its text to a
+host, where Python runs it, so it needs nothing but Python's own library. Stopped processes and cut
+networks come back by themselves: a process of its own waits for that, whatever becomes of the
+drill.
 """
 
 import contextlib

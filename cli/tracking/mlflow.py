@@ -2,7 +2,7 @@
 
 The run is in the tracking server or store that MLFLOW_TRACKING_URI names, else in a file store in
 the directory. The job's folder has how far the run is. If a writer ended amid writing, the next one
-asks the run for the newest step of each metric, so no number is written twice; MLflow reads the
+asks the run for the newest step of each metric. So no number is written twice; MLflow reads the
 whole run for that.
 """
 
