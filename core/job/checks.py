@@ -9,14 +9,15 @@ from msgspec import Meta
 
 from oobleck.core.redact import redact
 
-#: The largest number that fits into messages. Other limits are far above any use, but low enough
-#: that a slip of the keyboard keeps neither the master nor the workers busy for hours.
+#: The largest number that fits into messages. Other limits are far above any use. They are low
+#: enough that a slip of the keyboard keeps neither the master nor the workers busy for hours.
 MOST = (1 << 63) - 1
 Count = Annotated[int, Meta(ge=1, le=MOST)]
 NotNegative = Annotated[int, Meta(ge=0, le=MOST)]
 Amount = Annotated[float, Meta(ge=0)]
 Part = Annotated[float, Meta(ge=0, lt=1)]
-#: Of a path, so that a checkpoint's name behind it still fits into a line of the wire.
+#: Most characters of a path, so that a checkpoint's name behind it still fits into a line of the
+#: wire.
 MOST_PATH = 900
 #: Unicode categories that no path has on purpose: controls, invisible marks, bytes that are no
 #: text. The two joiners below are allowed: some scripts need them to join letters.

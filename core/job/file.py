@@ -1,8 +1,8 @@
 """The job file: YAML or JSON text to a JobSpec and back.
 
-Owns the file's keys, and what is said of a wrong one: msgspec reads the types of
-`oobleck.core.job.spec` with their limits, and its errors become one line with the place and the
-fix. Paths are kept as they stand; whoever reads the file knows what they are relative to.
+Owns the file's keys, and the errors about wrong ones. msgspec reads the types of
+`oobleck.core.job.spec` with their limits. Its errors become one line with the place and the fix.
+Paths are kept as they stand; whoever reads the file knows what they are relative to.
 """
 
 import dataclasses

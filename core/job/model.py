@@ -1,5 +1,8 @@
-"""The model of a job, a row of layers: one of ours, which is known by its kind, or one of the
-user's, by the code that makes it and what is known of it before it is run."""
+"""The model of a job, a row of layers.
+
+A model of ours is known by its kind. A user's model is known by the code that makes it, and by its
+description from before it is run.
+"""
 
 import json
 from collections.abc import Mapping
@@ -33,8 +36,8 @@ _TRANSFORMERS = "oobleck.worker.models.huggingface.causal_lm:causal_lm"
 
 
 class AnyModel:
-    """A row of layers, as planning and the files of a job see it: one that is known by its kind
-    (`ModelSpec`), or one of the user's (`OwnModelSpec`)."""
+    """A row of layers, as planning and the files of a job see it. It is known by its kind
+    (`ModelSpec`), or is the user's (`OwnModelSpec`)."""
 
     __slots__ = ()
 
@@ -139,7 +142,7 @@ class ModelSpec(AnyModel):
     vocabulary: Vocabulary = 256
     #: The head shares the token embedding's weight.
     tied: bool = True
-    #: Of a family with several: the largest.
+    #: Share of dropout; in a family with several, the largest.
     dropout: Part = 0.0
     #: The family's own keys, all of them, as JSON; empty for the built-in model.
     config: str = ""
@@ -226,18 +229,18 @@ class OwnModelSpec(AnyModel):
     python: str | None = None
     #: Directory on every node that the function's module lies in; None: it is installed.
     path: str | None = None
-    #: What it is called with.
+    #: Keyword arguments of the function.
     arguments: Json = NO_ARGUMENTS
-    #: Or a class of transformers, such as Qwen3ForCausalLM, with keys of its config, and a
+    #: Class of transformers instead, such as Qwen3ForCausalLM, with keys of its config, and a
     #: directory with initial weights, the same on all nodes.
     architecture: str | None = None
     config: Json = NO_ARGUMENTS
     weights: str | None = None
     #: Adapters that are trained in place of its weights.
     lora: LoraSpec | None = None
-    #: Where the data are tokens: of a row.
+    #: Tokens of a row, where the data are tokens.
     sequence_length: RowLength | None = None
-    #: And how many there are.
+    #: Count of different tokens.
     vocabulary: Vocabulary = 256
     #: A `Description`, as JSON; empty: it was not made yet.
     described: Json = NOT_DESCRIBED
@@ -294,7 +297,7 @@ class OwnModelSpec(AnyModel):
 
     @property
     def description(self) -> Description:
-        """Raises ValueError where it was not made."""
+        """Description of the model. Raises ValueError where it was not made."""
         if not self.described:
             raise ValueError("described: the model was not looked at; submit by oobleck submit")
         return read_description(self.described)

@@ -1,7 +1,7 @@
 """Settings of the update: the optimizer and the schedule of its learning rate.
 
 Owns the settings, their defaults and checks, and how many numbers an optimizer keeps per weight,
-which planning needs. For a class that the job names, the count is found at submission and sent with
+which planning needs. The count of a class that the job names is found at submission and sent with
 the job. The worker makes the update.
 """
 

@@ -10,8 +10,8 @@ class LayerCount:
     parameters: int
     #: Multiplications and additions of one token's forward.
     flops: float
-    #: Numbers per token kept from the forward to the backward, in the precision of computing; and
-    #: those kept in float32 even under bf16: some norms, softmax, losses.
+    #: Numbers per token kept from the forward to the backward, in the precision of computing.
+    #: `kept_wide` counts those in float32 even under bf16: some norms, softmax, losses.
     kept: int = 0
     kept_wide: int = 0
     #: Bytes per token of dropout's masks.
