@@ -5,8 +5,8 @@ to all. A service without certificates listens on this host alone, and there eve
 everything in the table. Must not know what the calls do.
 
 Owns also the limits on what one caller may use of the master: bytes, streams, connections, pings,
-time. They are far above what a cluster of some thousand nodes does, so that only a caller that is
-broken or means harm ever meets them.
+time. They are far above the needs of a cluster of some thousand nodes. Only a caller that is broken
+or means harm ever meets them.
 """
 
 import functools

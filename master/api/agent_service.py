@@ -1,6 +1,6 @@
 """The agents' side of the service: one bidirectional stream is one session.
 
-What the agent sends goes into the loop's inbox, and the session's outbox goes into the stream. When
+The agent's messages go into the loop's inbox, and the session's outbox goes into the stream. When
 either side ends, the session is over; the loop decides what follows from that.
 """
 

@@ -1,16 +1,17 @@
 """The connections to the master's port, and how many of them may wait.
 
-A connection is *proven* once a call with a certificate of this cluster was allowed on it, unless
-its holder is revoked or has too many. All others wait: in their handshake, silent, with garbage, or
-with a join token. gRPC has only one limit for all connections, so one host could take all of them,
-and the memory too. So each source has a share of the waiting connections. A source with more gets
-no new ones until it has had less for a while. The share is large enough for a crowd of agents
-behind one address.
+A connection is *proven* once a call with a certificate of this cluster was allowed on it. It is not
+if the certificate's holder is revoked or has too many connections. All others wait: in their
+handshake, silent, with garbage, or with a join token. gRPC has only one limit for all connections,
+so one host could take all of them, and the memory too. So each source has a share of the waiting
+connections. A source with more gets no new ones until it has had less for a while. The share is
+large enough for a crowd of agents behind one address.
 
-A connection on which a call was denied counts as many that wait, also for a while after its end,
-and after some denials has one more a second. So what the denied can have the master do is bounded,
-whatever they ask for. A source that has a proven agent is never refused whole: a part of its
-attempts comes through at random, and agents try again and again. Must not know who may call what.
+A connection on which a call was denied counts as many waiting ones, also for a while after its end.
+After some denials it has one more a second. So the denied can have the master do only a bounded
+amount, whatever they ask for. A source that has a proven agent is never refused whole. A part of
+its attempts comes through at random, and agents try again and again. Must not know who may call
+what.
 """
 
 import asyncio

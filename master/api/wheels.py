@@ -1,7 +1,7 @@
-"""Wheels of jobs on the master's disk, each by its hash: stored from who submits, sent to nodes.
+"""Wheels of jobs on the master's disk, each by its hash: stored from submitters, sent to nodes.
 
-A wheel is on disk, whole, before its job is taken, and goes when no job that goes on names it. Who
-asks for one knows its hash, which the master gives to the nodes of its job alone. Must not know
+A wheel is on disk, whole, before its job is taken, and goes when no job that goes on names it. A
+node asks for it by its hash, which the master gives to the nodes of its job alone. Must not know
 what is in a wheel; nodes check that.
 """
 

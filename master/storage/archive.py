@@ -4,9 +4,9 @@ The workers' output is in `logs/<node>-<slot>.log` of each job, bounded in size.
 behind the time of its arrival, so that lines of several workers can be put in order. A full file
 becomes `<name>.log.1` in place of the one before it.
 
-What the disk does not take waits in memory, up to a bound, and is written later; workers' output is
-dropped meanwhile. So a full disk stops no job (`oobleck.master.storage.disk`). Must not know the
-journal.
+Lines that the disk does not take wait in memory, up to a bound, and are written later; workers'
+output is dropped meanwhile. So a full disk stops no job (`oobleck.master.storage.disk`). Must not
+know the journal.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
-"""The durable state as one text and back, so that a journal need not begin at the beginning.
+"""Text of the durable state, and back, so that a journal need not begin at the beginning.
 
-Whatever stands in the state's dataclasses is taken, but for what is observed (`seen`); a field that
-is added to them needs nothing here. Must not know where the text is kept.
+It has all fields of the state's dataclasses except the observed ones (`seen`); a new field needs
+nothing here. Must not know where the text is kept.
 """
 
 import base64
