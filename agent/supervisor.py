@@ -1,6 +1,6 @@
 """Thin shell around the agent's state: events in, decisions carried out.
 
-Everything happens in the event loop without waiting: an event is applied, the decision's actions
+Everything happens in the event loop without waiting. An event is applied, the decision's actions
 are done at once, and their effects are applied too, until nothing is left to do. Receives the
 events of its pool's processes and fills the outbox; must not know streams.
 """

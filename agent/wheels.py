@@ -1,8 +1,8 @@
-"""Wheels that jobs bring: fetched from the master by their hash, unpacked in a folder of this node,
-never installed, and given back to a master that has lost them.
+"""Wheels that jobs bring, unpacked in a folder of this node and never installed.
 
-A wheel is used only if its hash is the job's. A folder appears when it is whole, and is for this
-user alone.
+They are fetched from the master by their hash, and given back to a master that has lost them. A
+wheel is used only if its hash is the job's. A folder appears when it is whole, and is for this user
+alone.
 """
 
 import asyncio
