@@ -124,7 +124,7 @@ class Wheels:
             await asyncio.sleep(_LOOK_S)
 
     def remove_all_but(self, named: Collection[str | None], now: float) -> None:
-        """Remove the old wheels that no job names which goes on. `named`: the hashes that are kept;
+        """Remove the old wheels except those in `named`, the hashes that jobs which go on have.
         `now`: by the clock of files."""
         if not self._folder.exists():
             return

@@ -351,7 +351,7 @@ class JobSucceeded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class JobFailed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     job_id: JobId
     reason: str
-    #: Node that failed the job, for want of it alone, by the word of a worker there.
+    #: Node that lacks something, and so alone made the job fail, by the word of a worker there.
     node: NodeName | None = None
     transition: ReconfigurationStats | None = None
     #: As in PlanMade.

@@ -220,7 +220,7 @@ class Archive:
             self.storage.failed(failed)
 
     def forget(self, job_id: JobId) -> None:
-        """Write what still waits, and close the job's files. They are complete, and stay."""
+        """Write what still waits, and forget the job. Its files are complete, and stay."""
         self._gaps.pop(job_id, None)
         self.write()
         if self.storage.problem:  # some records may still wait
