@@ -337,14 +337,19 @@ def test_what_is_not_worth_a_change_follows_no_more() -> None:
 
 def test_a_re_routed_plan_is_told_with_its_routes_and_what_workers_hold() -> None:
     player = Player()
-    player.play(START.replace("demo", "demo hidden=5120 memory=68719476736") + "1.0 steps 1 1 1\n")
+    six = "n1 n2 n3 n4 n5 n6"
+    player.play(
+        f"0.0 register {six}\n"
+        "0.0 submit demo hidden=5120 sequence=1 memory=68719476736 f=2 shadows=0\n"
+        f"0.5 ready {six}\n0.7 enter 1 {six}\n1.0 steps 1 1 1\n"
+    )
     job = player.state.jobs[JobId("demo-1")]
     before = job_status(player.state, job, CONFIG, 1.0)
     assert (before.policy, before.then) == ("templates", "")
     assert not before.plan.routes
     assert not before.plan.holds
 
-    player.play("2.0 close n3\n2.01 peer_lost n4/0 1\n2.1 enter 2 n1 n2 n4\n")
+    player.play("2.0 close n3\n2.01 peer_lost n4/0 1\n2.1 enter 2 n1 n2 n4 n5 n6\n")
     status = job_status(player.state, job, CONFIG, 2.2)
     assert (status.policy, status.then) == ("reroute", "templates")
     ways = [
@@ -354,9 +359,15 @@ def test_a_re_routed_plan_is_told_with_its_routes_and_what_workers_hold() -> Non
         )
         for route in status.plan.routes
     ]
-    assert ways == [(["n1", "n2"], (0, 4)), (["n1", "n4"], (4, 4))]
-    assert [hold.workers[0].node for hold in status.plan.holds] == ["n1", "n2", "n4"]
-    assert {found.worker.node for found in status.memory} == {"n1", "n2", "n4"}
+    assert ways == [
+        (["n1", "n2"], (0, 3)),
+        (["n5", "n4"], (3, 2)),
+        (["n1", "n4"], (5, 1)),
+        (["n5", "n6"], (6, 2)),
+    ]
+    alive = ["n1", "n2", "n4", "n5", "n6"]
+    assert [hold.workers[0].node for hold in status.plan.holds] == alive
+    assert {found.worker.node for found in status.memory} == set(alive)
 
     job.state = "running"
     reason = job_status(player.state, job, CONFIG, 2.3).reason

@@ -87,6 +87,12 @@ def lose(cluster: Director, victim: str, held: Sequence[str]) -> None:
     cluster.wait(lambda: cluster.workers[worker].gone, "the kill")
 
 
+def has_layers(cluster: Director, node: str, plan: Plan) -> bool:
+    """Return whether the node's worker has all layers that the plan gives it."""
+    reached = cluster.said(WorkerId(NodeName(node), 0), PhaseReached, plan.generation)
+    return any(one.phase == "transferred" for one in reached if isinstance(one, PhaseReached))
+
+
 def check(cluster: Director, reference: ReferenceRun) -> None:
     losses = cluster.losses()
     assert list(losses) == [step.step for step in reference.steps]
@@ -212,13 +218,18 @@ def test_sums_go_on_growing_over_a_second_loss(
 ) -> None:
     """One dies on the way to the step that is done again, or in it; then layers are cut anew."""
     holds = [rule("a", "before:Vote"), rule("b", "before:Vote"), rule("e", "before:Vote")]
-    second = rule(victim, point, microbatch, action="kill_worker", step=step)
+    second = rule(victim, point, microbatch, step=step)
     # Over NCCL, who gives its layers may go on and die before the other has all of them.
     with Director(warm, make_job(), [*holds, second], transport="links") as cluster:
         cluster.start("a", "b", "c", "d", "e")
         cluster.assign(FIVE)
         lose(cluster, "e", ["a", "b", "e"])
         cluster.assign(WITHOUT_E)
+        cluster.wait(lambda: cluster.has_stopped_at(victim, point), "the second loss")
+        if victim == "b":
+            # It computes its own micro-batches while its layers are still on their way.
+            cluster.wait(lambda: has_layers(cluster, "d", WITHOUT_E), "its layers to arrive")
+        cluster.kill(victim)
         worker = WorkerId(NodeName(victim), 0)
         cluster.wait(lambda: cluster.workers[worker].gone, "the second kill")
         cluster.assign(after)

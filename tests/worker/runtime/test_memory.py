@@ -6,18 +6,17 @@ import sys
 #: As a worker does: what its libraries keep and what measuring the model has freed comes first.
 SCRIPT = """
 import torch
-from oobleck.worker.runtime import heap
-from oobleck.worker.runtime.memory import MemoryMeter
+from oobleck.worker.runtime.memory import MemoryMeter, give_back, keep_freed_memory
 
 def mebibytes(count):
     return [torch.ones(1 << 18) for _ in range(count)]
 
-heap.keep_freed_memory()
+keep_freed_memory()
 meter = MemoryMeter(torch.device("cpu"))
 measured = mebibytes(48)
 kept = mebibytes(48)
 del measured
-heap.give_back()
+give_back()
 meter.begin()
 meter.restart()
 layers = mebibytes(64)
