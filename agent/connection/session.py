@@ -241,8 +241,8 @@ class Session:
             for half in halves:
                 half.cancel()
             results = await asyncio.gather(*halves, return_exceptions=True)
-        self._node.heard(False)
-        self._outbox.session_ended()
+            self._node.heard(False)
+            self._outbox.session_ended()
         for result in results:
             if isinstance(result, Exception):
                 raise result

@@ -121,7 +121,9 @@ class MetricsPage:
             case ["GET", target, version] if version.startswith("HTTP/1."):
                 pass
             case [_, _, version] if version.startswith("HTTP/1."):
-                return _response("405 Method Not Allowed", b"metrics can be read alone\n")
+                return _response(
+                    "405 Method Not Allowed", b"metrics can only be read\n", allow="GET"
+                )
             case _:
                 return _response("400 Bad Request", b"this is no request of HTTP/1.1\n")
         if self._is_rebound(_values(lines, "host")):
@@ -177,9 +179,13 @@ def _without_port(host: str) -> str:
     return re.sub(r":[0-9]*$", "", host).strip("[]") if not is_number(host) else host
 
 
-def _response(status: str, body: bytes, kind: str = "text/plain; charset=utf-8") -> bytes:
+def _response(
+    status: str, body: bytes, kind: str = "text/plain; charset=utf-8", allow: str = ""
+) -> bytes:
+    allowed = f"Allow: {allow}\r\n" if allow else ""
     head = (
         f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n"
-        "Cache-Control: no-store\r\nX-Content-Type-Options: nosniff\r\nConnection: close\r\n\r\n"
+        f"{allowed}Cache-Control: no-store\r\nX-Content-Type-Options: nosniff\r\n"
+        "Connection: close\r\n\r\n"
     )
     return head.encode() + body

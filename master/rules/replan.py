@@ -117,12 +117,13 @@ def _wait_for_reports(context: Context, job: Job, patience_s: float) -> Decision
     """Wait while agents may still report that their workers have entered the newest plan, if
     without such reports some state has no holder; None: do not wait.
 
-    `patience_s` counts from the newest loss.
+    `patience_s` counts from the newest loss, or from the start of this head, which has forgotten
+    the losses before it.
     """
     seen = job.seen
-    since = [at for at, _ in seen.peers_lost.values()]
+    since = [seen.since, *(at for at, _ in seen.peers_lost.values())]
     since += [seen.loss.declared_at] if seen.loss is not None else []
-    due = max(since, default=0.0) + patience_s
+    due = max(since) + patience_s
     if context.now >= due or not questions.may_be_untold(context.state, job):
         return None
     reason = "agents may have more to tell of the way into the plan"

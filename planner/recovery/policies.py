@@ -27,10 +27,11 @@ from oobleck.planner.recovery.normalise import normalised, promising
 from oobleck.planner.recovery.reconfigure import HORIZON_S
 from oobleck.planner.recovery.worth import (
     CHANGE_S,
+    LEAST_GAIN,
     by_reroute,
     by_templates,
     can_lose_behind,
-    least_step_s,
+    routed_at_least,
     shadowed,
     shadows_behind,
     splitting_weight,
@@ -38,6 +39,8 @@ from oobleck.planner.recovery.worth import (
 
 #: Courses this close in committed steps are equal: estimates are not more exact.
 _TIE = 0.01
+#: Least time of a step: a profile may say that layers take none.
+_LEAST_STEP_S = 1e-9
 _TEMPLATES_FIRST: tuple[Policy, Policy] = ("templates", "reroute")
 _REROUTE_FIRST: tuple[Policy, Policy] = ("reroute", "templates")
 #: Answer of each policy to a change, or its refusal.
@@ -76,19 +79,8 @@ class Course:
     behind: Answer | None = None
 
     def steps(self, change: Change) -> float:
-        """Return the steps that are committed within HORIZON_S.
-
-        The follow-up costs whole steps of the first plan: its state is copied while that one
-        trains, and the switch waits for a step boundary.
-        """
-        step_s = _step_s(self.first)
-        whole_s = HORIZON_S - self.first.stall_s
-        if self.behind is None:
-            return whole_s / step_s
-        before = 1 + math.ceil(self.behind.stall_s / step_s)
-        outrun_s = self.behind.outrun_bytes / change.profile.links.inter_node_bytes_per_s
-        left_s = whole_s - before * step_s - CHANGE_S - outrun_s
-        return before + left_s / _step_s(self.behind) if left_s > 0 else whole_s / step_s
+        """Return the steps that are committed within HORIZON_S."""
+        return _steps(self.first.stall_s, _step_s(self.first), self.behind, change)
 
     def guarantee(self, change: Change) -> int:
         """Return how many nodes can be lost in the end, as far as the job asks for that."""
@@ -104,6 +96,24 @@ class Course:
         return self.first if self.behind is None else replace(self.first, then="templates")
 
 
+def _steps(stall_s: float, step_s: float, behind: Answer | None, change: Change) -> float:
+    """Return the steps within HORIZON_S of a plan with that standstill before it, and of `behind`.
+
+    The follow-up costs whole steps of the first plan: its state is copied while that one trains,
+    and the switch waits for a step boundary.
+    """
+    step_s = max(step_s, _LEAST_STEP_S)
+    whole_s = max(0.0, HORIZON_S - stall_s)
+    if behind is None:
+        return whole_s / step_s
+    before = 1 + math.ceil(behind.stall_s / step_s)
+    outrun_s = behind.outrun_bytes / change.profile.links.inter_node_bytes_per_s
+    left_s = whole_s - before * step_s - CHANGE_S - outrun_s
+    if left_s <= 0:
+        return whole_s / step_s
+    return before + left_s / max(_step_s(behind), _LEAST_STEP_S)
+
+
 def _step_s(answer: Answer) -> float:
     return answer.step_s * splitting_weight(answer.found.plan)
 
@@ -111,22 +121,33 @@ def _step_s(answer: Answer) -> float:
 def _courses(moved: Answer, change: Change, known: Answers | None) -> list[Course]:
     """List the courses for a loss to which `moved` is the answer of `templates`.
 
+    A re-routed plan stays for good only if the steps of `moved` are not the shorter ones: the time
+    until the next loss is not known.
+
     Scheduling a re-routed plan takes long, and the loss waits for it. So it is left out if it is
     the worse course even at the time of its busiest worker's compute, which no schedule beats.
     """
     courses = [Course(first=moved)]
-    if known is None:
-        try:
-            bound = replace(moved, stall_s=0.0, step_s=least_step_s(change))
-        except PlanInfeasible:
-            return courses
-        hoped = (Course(first=bound), Course(first=bound, behind=moved))
-        if max(course.steps(change) for course in hoped) <= courses[0].steps(change):
-            return courses
+    if known is None and not _may_pay(moved, change):
+        return courses
     with suppress(PlanInfeasible):
         routed = _made("reroute", change, known)
-        courses += [Course(first=routed), Course(first=routed, behind=moved)]
+        courses.append(Course(first=routed, behind=moved))
+        if _step_s(moved) > (1 - LEAST_GAIN) * _step_s(routed):
+            courses.append(Course(first=routed))
     return courses
+
+
+def _may_pay(moved: Answer, change: Change) -> bool:
+    """Return whether a re-routed plan may be the better course than `moved` alone."""
+    try:
+        routed, least_s = routed_at_least(change)
+    except PlanInfeasible:
+        return False
+    if can_lose_behind(routed, change) > can_lose_behind(moved.found.plan, change):
+        return True
+    most = max(_steps(0.0, least_s, None, change), _steps(0.0, least_s, moved, change))
+    return most >= (1 - _TIE) * Course(first=moved).steps(change)
 
 
 def _best(courses: list[Course], change: Change) -> Answer:

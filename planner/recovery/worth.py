@@ -1,4 +1,7 @@
-"""Decision whether a voluntary change is worth it. Pure."""
+"""Answers to lost and joining nodes, and whether a voluntary change is worth it. Pure.
+
+Owns the answers by templates and by re-routing, and the shadows that follow them.
+"""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -270,9 +273,9 @@ def by_reroute(change: Change) -> Answer:
     return answer("reroute", found, step_s, change, then=shadows_behind(routed, change))
 
 
-def least_step_s(change: Change) -> float:
-    """Return the time of the busiest worker's compute in the running plan around lost nodes, below
-    which no schedule of it comes. Raises PlanInfeasible."""
+def routed_at_least(change: Change) -> tuple[Plan, float]:
+    """Return the running plan around lost nodes, not scheduled yet, and the time in seconds of its
+    busiest worker's compute, below which no schedule of it comes. Raises PlanInfeasible."""
     plan, alive = change.plan, frozenset(change.live)
     lost = {worker for worker in plan.workers if worker.node not in alive}
     ticks = hop_ticks(change.profile, plan.with_rates(change.rates))
@@ -281,4 +284,4 @@ def least_step_s(change: Change) -> float:
     for route in routed.routes:
         for hop in route.hops:
             add_load(load, hop, route.microbatches * ticks(hop))
-    return max(load.values()) / 1e9
+    return routed, max(load.values()) / 1e9

@@ -1,5 +1,8 @@
 """Report of `oobleck plan --lost`: the answer to each loss and its follow-ups, beside each policy's
-own answer."""
+own answer.
+
+Also owns the table of `oobleck plan --slow`.
+"""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence

@@ -51,7 +51,7 @@ def node_specification(
     nodes, or leaves a gap.
 
     With `shadows` n0 nodes, if more than `fault_tolerance`, are accepted here; the plan decides
-    (`oobleck.planner.search.firstplan`). Raises PlanInfeasible with the missing bytes or nodes.
+    (`make_first_plan`). Raises PlanInfeasible with the missing bytes or nodes.
     """
     for name, value, least in (
         ("nodes", nodes, 1),

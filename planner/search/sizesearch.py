@@ -1,7 +1,7 @@
 """The best sizes of a given number of pipelines that use all nodes.
 
 For p pipelines and a time bound, each size does so many micro-batches. So whether p pipelines can
-do the batch is a knapsack of p items (`oobleck.planner.search.sizesearch`), and the least time
+do the batch is a knapsack of p items (the first part of this module), and the least time
 follows by bisection. Gradient sync depends on p and on the template with the most gradients per
 GPU, so each template in turn is fixed as that one. A linear program bounds each such question from
 below.

@@ -3,6 +3,8 @@
 A tree taken apart is its tensors in order, and its structure as JSON. In it `null` is a tensor,
 `["tuple", ...]` and `["list", ...]` are sequences, and an object is a dict, whose keys keep their
 order. Nothing else is a tree, since it could not be put together again elsewhere from that alone.
+
+Also owns the caches of functions that must run outside torch's modes.
 """
 
 import json

@@ -3,6 +3,8 @@
 Agents, which load neither torch nor a driver, run this module. It prints a line of JSON: the host's
 GPUs, or those of the given CUDA names, or why there are none. A worker opens its device after it
 was forked, since a process that uses CUDA cannot be forked.
+
+Also owns the clock of work that is queued on a device.
 """
 
 import multiprocessing

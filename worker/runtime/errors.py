@@ -1,4 +1,7 @@
-"""Errors that end a worker's step early. Each is handled in one place: the session loop."""
+"""Errors that end a worker's step early. Each is handled in one place: the session loop.
+
+Also owns the records of faults in a user's code.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -3,6 +3,8 @@
 On a CPU it is the process's anonymous memory, less the memory before the first layer, which is
 reported as the base. A plan predicts only what layers take. On a GPU it is the memory that torch's
 allocator has handed out, and the base is 0.
+
+Also sets the heap to keep freed memory.
 """
 
 import ctypes

@@ -1,4 +1,7 @@
-"""Progress of one worker's training. Knows no layers, peers or programs."""
+"""Progress of one worker's training. Knows no layers, peers or programs.
+
+Also owns which parameters had a gradient in which steps.
+"""
 
 import time
 from collections.abc import Container, Iterable, Mapping

@@ -22,7 +22,7 @@ from oobleck.planner.recovery.answer import Answer, Change
 from oobleck.planner.recovery.policies import answer, answers
 from oobleck.planner.recovery.reconfigure import HORIZON_S, can_lose
 from oobleck.planner.recovery.uneven import candidates
-from oobleck.planner.recovery.worth import CHANGE_S, shadowed, splitting_weight
+from oobleck.planner.recovery.worth import CHANGE_S, LEAST_GAIN, shadowed, splitting_weight
 from oobleck.planner.search.shadows import with_shadows
 from oobleck.planner.search.templates import generate_templates
 from support.plans import plan_of_cuts
@@ -111,11 +111,12 @@ def test_templates_do_not_follow_where_their_step_is_the_longer_one() -> None:
     assert templates.step_s > found.step_s
 
 
+def step_time(one: Answer) -> float:
+    return one.step_s * splitting_weight(one.found.plan)
+
+
 def steps_by_the_clock(first: Answer, behind: Answer | None) -> float:
     """Steps that are committed within the horizon, made one by one."""
-
-    def step_time(one: Answer) -> float:
-        return one.step_s * splitting_weight(one.found.plan)
 
     now, steps, plan = first.stall_s, 0.0, first
     copied = now + (behind.stall_s if behind is not None else 0.0)
@@ -146,8 +147,10 @@ def test_no_other_course_keeps_the_guarantee_and_commits_more(
         ("templates", None): (templates, None)
     }
     if "reroute" in made:
-        ways["reroute", None] = made["reroute"], None
-        ways["reroute", "templates"] = made["reroute"], templates
+        routed = made["reroute"]
+        ways["reroute", "templates"] = routed, templates
+        if step_time(templates) > (1 - LEAST_GAIN) * step_time(routed):
+            ways["reroute", None] = routed, None  # else it would stay for good
     kept = {
         way: min(tolerance, can_lose((behind or first).found.plan))
         for way, (first, behind) in ways.items()
@@ -403,3 +406,15 @@ def test_most_communicators_of_a_plan_are_those_of_the_plan_before(
     before = communicators(asked.plan, tied=False)
     after = communicators(answer(asked, policy).found.plan, tied=False)
     assert (len(set(before) & set(after)), len(after)) == (kept, of)
+
+
+def test_state_that_takes_longer_than_the_horizon_moves_where_nothing_else_is_possible() -> None:
+    asked = change([4, 4], "n1 n5", state_bytes=2 * GIGABYTE)
+    links = replace(asked.profile.links, inter_node_bytes_per_s=3e6)
+    found = answer(replace(asked, profile=replace(asked.profile, links=links)), "auto")
+    assert found.policy == "templates"
+    assert found.stall_s > HORIZON_S
+
+
+def test_layers_that_take_no_time_are_planned() -> None:
+    assert answer(change([4, 4], "n1", forward_s=0.0), "auto").found.plan.microbatches == 16

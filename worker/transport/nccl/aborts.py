@@ -3,6 +3,8 @@
 Freeing a communicator may wait for the kernels of others on the same GPU, which end only by the
 abort of theirs (pytorch/pytorch#119797). So all aborts run at once, and none in a thread that is
 waited for. A user of the GPU's memory waits for all of them, up to a limit.
+
+Also tells the causes of NCCL's errors apart.
 """
 
 import contextlib
