@@ -2,7 +2,8 @@
 
 Routes that are list-scheduled are proven by a dry run of all their messages. Routes with closed
 forms are proven by dry runs of small pieces of programs that represent them. Proven pieces are
-remembered, so that a plan costs only its new ones. A message names a stage's worker by its place in the piece (p0s1/0: the second stage). Pieces are enough:
+remembered, so that a plan costs only its new ones. A message names a stage's worker by its place in
+the piece (p0s1/0: the second stage). Pieces are enough:
 
 1. Pipelines meet only in gradient sums and in the vote, and a program does not stop for a sum
    before the vote. So messages are proven pipeline by pipeline.
