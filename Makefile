@@ -64,10 +64,11 @@ bench: setup
 	$(BIN)/python -m bench.master_scale
 
 # mypy reads the packages through a tree of links, since it does not follow editable installs.
-build/links:
+build/links: Makefile
 	mkdir -p $@/oobleck
 	for package in $(PACKAGES); do ln -sfn ../../../$$package $@/oobleck/$$package; done
 	for module in oobleck/*; do ln -sfn ../../../$$module $@/$$module; done
+	touch $@
 
 lint: setup build/links
 	$(BIN)/ruff check .
