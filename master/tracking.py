@@ -56,7 +56,7 @@ def check_installed(job: JobSpec) -> None:
         if found is None or found.origin is None:  # a folder of that name is no program
             raise ValueError(
                 f"track: {name} is not installed where the master runs; run there: pip install "
-                f"{name}, or leave {name} out"
+                f"'oobleck-cluster[{name}]', or leave {name} out"
             )
 
 

@@ -106,8 +106,8 @@ def test_a_program_that_the_master_lacks_is_refused_at_once(
         sets = ("--set", "track=[mlflow, wandb]")
         line = refused(run("submit", str(job_file()), *sets, "--master", address), 2)
         assert line.endswith(
-            "track: wandb is not installed where the master runs; run there: pip install wandb, or "
-            "leave wandb out"
+            "track: wandb is not installed where the master runs; run there: "
+            "pip install 'oobleck-cluster[wandb]', or leave wandb out"
         )
     finally:
         end(master)
