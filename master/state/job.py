@@ -136,6 +136,9 @@ class Lineage:
     #: Processes of earlier plans that the newest one does not have, oldest first. The value:
     #: whether each was the first of its plan (None: not known).
     replaced: dict[Incarnation, bool | None] = field(default_factory=dict)
+    #: Of an ended job, the nodes of `before` and `plans`, which are forgotten: their agents may
+    #: still have records.
+    had_part: frozenset[NodeName] = frozenset()
     #: Most nodes of any plan: the templates cover them.
     most_nodes: int = 0
     #: Number of plans after the first.

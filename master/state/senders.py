@@ -207,7 +207,8 @@ _KINDS: Mapping[type, _Kind] = {
 
 
 def _planned(job: Job) -> frozenset[NodeName]:
-    return frozenset(name for plan in _plans(job) for name in plan.nodes)
+    kept = frozenset(name for plan in _plans(job) for name in plan.nodes)
+    return kept | job.lineage.had_part
 
 
 def _plans(job: Job) -> Iterator[Plan]:

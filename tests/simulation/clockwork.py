@@ -104,7 +104,9 @@ class VirtualLoop(base_events.BaseEventLoop):
         self.set_exception_handler(self._note)
 
     def _note(self, _: object, context: dict[str, Any]) -> None:
-        process = _current.get()
+        # The loop itself calls this, and the context of what failed is in its handle.
+        handle = context.get("handle")
+        process = handle._context.get(_current) if handle is not None else _current.get()
         error = context.get("exception") or RuntimeError(context["message"])
         if process is None or process.alive:
             self.troubles.append(error)

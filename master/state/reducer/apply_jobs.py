@@ -236,8 +236,10 @@ def _measure(job: Job, event: MeasuringStarted | ProfileChosen, now: float) -> N
 
 
 def _forget_what_led_there(job: Job) -> None:
-    """Forget an ended job's history except its last plan and results. For a thousand nodes the rest
-    would take more than a megabyte per known job."""
+    """Forget an ended job's history except its last plan, its results and the names of nodes. For a
+    thousand nodes the rest would take more than a megabyte per known job."""
+    plans = [*job.lineage.plans.values(), *filter(None, [job.lineage.before])]
+    job.lineage.had_part = frozenset(name for plan in plans for name in plan.nodes)
     job.lineage.before, job.lineage.plans = None, {}
     job.current.base = job.current.trained_base = None
     seen = job.seen

@@ -21,7 +21,7 @@ class Telling:
     """A job on three nodes, in generation 1 if nothing more happens."""
 
     def __init__(self, more: str = "") -> None:
-        player = Player()
+        self.player = player = Player()
         player.play(
             "0.0 register n1 n2 n3\n0.1 submit demo f=0 min_nodes=1\n0.5 ready n1 n2 n3\n"
             f"0.6 register n9\n{more}"
@@ -112,6 +112,15 @@ def test_who_has_no_part_has_no_word(telling: Telling) -> None:
     assert telling.tell(N1, 1, generation=2) == "of a generation that there is not"
     telling.tell(N2, 1)
     assert telling.judged() == []
+
+
+def test_the_nodes_of_a_failed_jobs_earlier_plans_may_still_tell() -> None:
+    """The head had no step of them yet, and the job has ended without n3."""
+    telling = Telling("0.7 enter 1 n1 n2 n3\n2.0 fail n3/0 node torn\n4.0 enter 2 n1 n2\n")
+    telling.player.play("4.5 fail n1/0 user bad\n4.5 fail n2/0 user bad\n")
+    assert (telling.job.state, telling.job.lineage.plans) == ("failed", {})
+    assert telling.tell(N3, 1) == ""
+    assert telling.tell(N9, 1) == "of a node that had no part in it"
 
 
 def test_what_was_beside_a_checkpoint_is_told_by_those_who_went_back_to_it() -> None:
