@@ -100,6 +100,7 @@ def step_s(
         equals={},
         found={},
         replays=Replays(given, tied=True),
+        profile=given,
     )
     plan = instantiate(
         offer.templates,
@@ -108,7 +109,7 @@ def step_s(
         microbatches=microbatches,
         min_pipelines=2,
         generation=Generation(1),
-        judge=offer.judge if judged else by_formula,
+        judge=offer.judge_quickly if judged else by_formula,
     )
     return choose_schedule(plan, given, tied=True).step_s
 

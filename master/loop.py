@@ -20,7 +20,7 @@ from oobleck.master.clients.sessions import Sessions
 from oobleck.master.clients.timelines import Timelines
 from oobleck.master.config import MasterConfig
 from oobleck.master.events.jobs import JobFailed
-from oobleck.master.events.unions import Event, Tick
+from oobleck.master.events.unions import Event, NodesIdle, Tick
 from oobleck.master.inbox import Changes, Inbox
 from oobleck.master.planning.requests import Planner
 from oobleck.master.planning.solve import AtOnce
@@ -28,6 +28,7 @@ from oobleck.master.rules.decision import Context, Decision
 from oobleck.master.rules.next_plan import Foresight
 from oobleck.master.rules.reconcile import reconcile
 from oobleck.master.state.cluster import ID_BYTES, ClusterState
+from oobleck.master.state.job import Job
 from oobleck.master.storage.disk import StorageFailed
 from oobleck.master.storage.journal import Journal
 from oobleck.master.storage.ledger import Ledger
@@ -213,6 +214,7 @@ class Master:
                     self._planner.foresee(self._foresight.look(self._context(now)))
                 if self.state.job is not None:
                     self._planner.prepare()
+                    self._tell_idle(self.state.job, decision.why_idle, now)
                 if decision.reason != self._reason:
                     log.info("nothing to do", extra={"reason": decision.reason or "all is well"})
                     self._reason = decision.reason
@@ -220,6 +222,10 @@ class Master:
             for event in decision.actions:
                 self._ledger.journal(event)
         raise RuntimeError(f"decisions do not end; the last: {decision.reason}")
+
+    def _tell_idle(self, job: Job, why: str, now: float) -> None:
+        if why != job.seen.why_idle:
+            self._ledger.observe(NodesIdle(job_id=job.id, why=why), now)
 
     def _planned(self) -> None:
         """Wake the loop: the planner may have the reply that the last decision waits for."""

@@ -10,16 +10,20 @@ from typing import Literal
 from oobleck.core.job.spec import JobSpec, RecoveryPolicy
 from oobleck.planner.recovery.rules import OF_OTHER_NODES, Next
 
-#: Policy of the wanted plan. `plain`: templates alone, where another policy failed.
-PlanWanted = RecoveryPolicy | Literal["shadow", "normalise", "plain"]
+#: Policy of the wanted plan. `unforced`: templates, unless staying is better. `plain`: templates
+#: alone, where another policy failed.
+PlanWanted = RecoveryPolicy | Literal["shadow", "normalise", "unforced", "plain"]
 #: Moves state to where it is best before the next step; answers any change of the nodes.
 MOVING: RecoveryPolicy = "templates"
+#: Moves state likewise where nothing forces a change: nodes have joined, or the running plan is
+#: re-routed.
+UNFORCED: PlanWanted = "unforced"
 #: Gives slow workers less to do; answers a change of rates, never a loss.
 AROUND_SLOW: RecoveryPolicy = "uneven"
 #: Answers where another policy failed by an internal error.
 PLAIN: PlanWanted = "plain"
 #: Changes that are never forced.
-VOLUNTARY: frozenset[PlanWanted] = frozenset({AROUND_SLOW, "shadow", "normalise"})
+VOLUNTARY: frozenset[PlanWanted] = frozenset({AROUND_SLOW, UNFORCED, "shadow", "normalise"})
 
 _KEEPING = "reroute"
 _ADDS_HOLDERS = "shadow"

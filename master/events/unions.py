@@ -100,6 +100,13 @@ class EvaluationReceived(msgspec.Struct, frozen=True, kw_only=True):
     record: EvaluationRecord
 
 
+class NodesIdle(msgspec.Struct, frozen=True, kw_only=True):
+    """Reason why nodes that are ready for the job have no part in its plan; empty: they will."""
+
+    job_id: JobId
+    why: str
+
+
 class Tick(msgspec.Struct, frozen=True, kw_only=True):
     """Event: time has passed. `late_s` is how much later than planned the master looks."""
 
@@ -118,6 +125,7 @@ Observed = (
     | RecordsWait
     | EvaluationReceived
     | RestoreReceived
+    | NodesIdle
     | Tick
     | WorkerReported
 )

@@ -30,7 +30,7 @@ from oobleck.master.planning.requests import (
 from oobleck.master.policies import MOVING
 from oobleck.planner.programs.compiler import proof
 from oobleck.planner.recovery.answer import Change
-from oobleck.planner.recovery.policies import answer, behind
+from oobleck.planner.recovery.policies import answer, behind, unforced
 from oobleck.planner.recovery.uneven.answer import uneven
 from oobleck.planner.recovery.worth import by_templates
 from oobleck.planner.search.catalogue import Catalogue
@@ -104,7 +104,7 @@ def _next_plan(request: NextPlanRequest) -> NextPlanReply:
     profile = profile_on(spec, machines)
     sizes = template_sizes(spec, machines, request.most_nodes)
     base = request.base or plan
-    offer = _known(spec, profile).offer(profile, sizes, base)
+    offer = _known(spec, profile).offer(profile, sizes, base, spec.training.wanted_schedule)
     change = Change(
         plan=plan,
         base=base,
@@ -119,12 +119,15 @@ def _next_plan(request: NextPlanRequest) -> NextPlanReply:
         schedule_named=spec.training.wanted_schedule is not None,
         judge=offer.judge,
         costs=offer.costs,
+        replays=offer.replays,
     )
     match request.wanted:
         case "uneven":
             return NextPlanReply(answer=uneven(change))
         case "shadow" | "normalise" as following:
             return NextPlanReply(answer=behind(change, following))
+        case "unforced":
+            return NextPlanReply(answer=unforced(change))
         case "plain":
             return NextPlanReply(answer=by_templates(replace(change, shadows=False)))
         case wanted:

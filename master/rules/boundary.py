@@ -49,12 +49,12 @@ def join(context: Context, job: Job) -> Decision | None:
     if context.now < due:
         return Decision(wake_at=due, reason="nodes are about to join")
     try:
-        answer = next_plan(context, job, ready, next_generation(context, job), policies.MOVING)
+        answer = next_plan(context, job, ready, next_generation(context, job), policies.UNFORCED)
     except PlanInfeasible as infeasible:
-        return Decision(reason=f"ready nodes stay idle: {'; '.join(infeasible.causes)}")
+        return _stay_idle("; ".join(infeasible.causes))
     found = answer.found
     if not set(found.plan.nodes) > set(job.current.members):
-        return Decision(reason="ready nodes stay idle: no combination of templates uses them")
+        return _stay_idle("no combination of templates uses it")
     event = plan_made(
         context,
         job,
@@ -68,6 +68,10 @@ def join(context: Context, job: Job) -> Decision | None:
         answer=answer,
     )
     return Decision(actions=(event,), reason=found.reason)
+
+
+def _stay_idle(why: str) -> Decision:
+    return Decision(reason=f"ready nodes stay idle: {why}", why_idle=why)
 
 
 def _stood_by(state: ClusterState, job: Job, plan: Plan) -> bool:
@@ -112,15 +116,15 @@ def follow_up(context: Context, job: Job) -> Decision | None:
     due = _settled_at(context, job, [n for n in ready if n.facts.node not in job.standing_by])
     if due is not None and context.now < due:
         return None  # they join in the same plan
-    wanted: PlanWanted = made.then
+    wanted: PlanWanted = policies.UNFORCED if made.then == policies.MOVING else made.then
     try:
         answer = next_plan(context, job, ready, next_generation(context, job), wanted)
     except PlanInfeasible as infeasible:
         why = "; ".join(infeasible.causes)
-        if policies.is_tried_again(wanted) and not isinstance(infeasible, PlanningFailed):
-            return Decision(reason=f"no {wanted} so far: {why}")
+        if policies.is_tried_again(made.then) and not isinstance(infeasible, PlanningFailed):
+            return Decision(reason=f"no {made.then} so far: {why}")
         dropped = FollowUpDropped(job_id=job.id, generation=job.current.generation, reason=why)
-        return Decision(actions=(dropped,), reason=f"no {wanted}: {why}")
+        return Decision(actions=(dropped,), reason=f"no {made.then}: {why}")
     found = answer.found
     event = plan_made(
         context,

@@ -36,6 +36,8 @@ class Decision:
     wake_at: float | None = None
     #: Reason of the actions, or of having none.
     reason: str = ""
+    #: Reason why ready nodes have no part in the plan; empty: it has a use for all.
+    why_idle: str = ""
     #: Later rules must not make plans: they wait for the same as this one.
     holds_plans: bool = False
     #: Request for the awaited plan: the rules decide again when it is there.

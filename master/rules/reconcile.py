@@ -54,7 +54,7 @@ def reconcile(
     )
     wake_at: float | None = None
     reasons: list[str] = []
-    held, awaits = False, None
+    held, awaits, why_idle = False, None, ""
     for rule in (*_RULES, *_AT_LAST):
         if held and rule in _RULES:
             continue
@@ -71,7 +71,9 @@ def reconcile(
         if decision.reason:
             reasons.append(decision.reason)
         held, awaits = held or decision.holds_plans, awaits or decision.awaits
-    return Decision(wake_at=wake_at, reason="; ".join(reasons), awaits=awaits)
+        why_idle = why_idle or decision.why_idle
+    told = "; ".join(reasons)
+    return Decision(wake_at=wake_at, reason=told, awaits=awaits, why_idle=why_idle)
 
 
 def _of_job(rule: JobRule) -> Rule:

@@ -220,6 +220,9 @@ class JobSeen:
     #: This master found the job in its journal and has made no plan of it. Agents may have a newer
     #: one than the journal.
     inherited: bool = False
+    #: Reason why ready nodes have no part in the plan; empty: there are none, or they will have a
+    #: part.
+    why_idle: str = ""
     #: When it began to wait for nodes, if it waits.
     waiting_since: float | None = None
     #: Times of all workers in `Job.stand_bys`, and of some that were there.

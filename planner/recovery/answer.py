@@ -12,6 +12,7 @@ from oobleck.core.ids import Generation, NodeName, WorkerId
 from oobleck.core.plan import Plan
 from oobleck.core.profile import Profile
 from oobleck.core.ties import Ties
+from oobleck.planner.cost.estimate import Replays
 from oobleck.planner.recovery.reconfigure import Reconfiguration, Templates
 from oobleck.planner.recovery.rules import Next
 from oobleck.planner.recovery.uneven.candidates import Situation
@@ -42,6 +43,8 @@ class Change:
     shadows: bool = False
     judge: Judge = by_formula
     costs: Costs | None = None
+    #: Step estimates under `profile`, kept for all changes; None: made anew.
+    replays: Replays | None = None
     #: Rates of workers slower than profiled; those of workers that are not live are ignored.
     rates: Mapping[WorkerId, float] = field(default_factory=dict)
 

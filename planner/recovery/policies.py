@@ -22,9 +22,11 @@ from typing import Literal
 
 from oobleck.core.errors import PlanInfeasible
 from oobleck.core.job.spec import RecoveryPolicy
-from oobleck.planner.recovery.answer import Answer, Change, Policy
+from oobleck.core.plan import Plan
+from oobleck.planner.recovery.answer import Answer, Change, Policy, situation
 from oobleck.planner.recovery.normalise import normalised, promising
 from oobleck.planner.recovery.reconfigure import HORIZON_S
+from oobleck.planner.recovery.uneven.candidates import staying_s
 from oobleck.planner.recovery.worth import (
     CHANGE_S,
     LEAST_GAIN,
@@ -83,9 +85,7 @@ class Course:
         return _steps(self.first.stall_s, _step_s(self.first), self.behind, change)
 
     def guarantee(self, change: Change) -> int:
-        """Return how many nodes can be lost in the end, as far as the job asks for that."""
-        last = self.behind or self.first
-        return min(can_lose_behind(last.found.plan, change), change.fault_tolerance)
+        return _guarantee((self.behind or self.first).found.plan, change)
 
     @property
     def moved_bytes(self) -> int:
@@ -94,6 +94,11 @@ class Course:
     @property
     def answer(self) -> Answer:
         return self.first if self.behind is None else replace(self.first, then="templates")
+
+
+def _guarantee(plan: Plan, change: Change) -> int:
+    """Return how many nodes can be lost in the end, as far as the job asks for that."""
+    return min(can_lose_behind(plan, change), change.fault_tolerance)
 
 
 def _steps(stall_s: float, step_s: float, behind: Answer | None, change: Change) -> float:
@@ -174,6 +179,28 @@ def _instead(
         raise (infeasible if other == "templates" else why) from None
     reason = f"{found.found.reason}; not by {first}: {why}"
     return replace(found, found=replace(found.found, reason=reason))
+
+
+def unforced(change: Change) -> Answer:
+    """Answer with a plan of templates where nothing forces a change: nodes have joined, or a
+    re-routed plan trains. Raises PlanInfeasible if staying is better.
+
+    A plan that lets more nodes be lost, as far as the job asks for that, is worth any step.
+    """
+    found = by_templates(change)
+    if not frozenset(change.live).issuperset(change.plan.nodes):
+        return found
+    if _guarantee(found.found.plan, change) > _guarantee(change.plan, change):
+        return found
+    staying = staying_s(situation(change))
+    now_s = staying * splitting_weight(change.plan)
+    longer = _step_s(found) > (1 + _TIE) * now_s
+    if longer or _steps(0.0, now_s, found, change) < (1 - _TIE) * _steps(0.0, now_s, None, change):
+        raise PlanInfeasible(
+            f"a step would take {found.step_s:.4g} s in place of {staying:.4g} s, by "
+            f"{found.found.reason}: not worth a change"
+        )
+    return found
 
 
 def behind(change: Change, wanted: Literal["shadow", "normalise"]) -> Answer:

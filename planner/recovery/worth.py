@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 from oobleck.core.errors import PlanInfeasible
 from oobleck.core.ids import WorkerId
 from oobleck.core.plan import Plan, place
+from oobleck.core.schedules import SCHEDULES
 from oobleck.core.units import comma_separated, count
-from oobleck.planner.cost.estimate import estimate_step
+from oobleck.planner.cost.estimate import Replays, estimate_step
 from oobleck.planner.cost.listed import estimate_listed, with_listing
 from oobleck.planner.programs.compiler.proof import prove
 from oobleck.planner.programs.compiler.schedule import splits_backward
@@ -22,7 +23,7 @@ from oobleck.planner.recovery.reroute import add_load, reroute
 from oobleck.planner.recovery.rules import Next
 from oobleck.planner.recovery.uneven.candidates import hop_ticks, scheduled
 from oobleck.planner.recovery.uneven.cuts import reshared
-from oobleck.planner.search.choose import TIE, keep_schedule, settled
+from oobleck.planner.search.choose import TIE, choose_among, keep_schedule, settled
 from oobleck.planner.search.shadows import with_shadows
 
 #: Seconds of a change of generation beside moving state.
@@ -194,6 +195,7 @@ def _listed_anew(found: Plan, change: Change) -> Plan | None:
 def by_templates(change: Change) -> Answer:
     """Answer with a plan of templates for the live nodes. Raises PlanInfeasible."""
     profile = change.profile
+    replays = change.replays or Replays(profile, tied=change.tied)
     base, why = _base_for_rates(change)
     found = reconfigure(
         base,
@@ -208,7 +210,11 @@ def by_templates(change: Change) -> Answer:
     plan = found.plan.with_rates(change.rates)
     if plan.rates or change.base.rates:
         plan = reshared(plan, profile)
-    plan = keep_schedule(plan, profile)
+    if change.schedule_named:
+        plan = keep_schedule(plan, profile)
+    else:
+        (estimates,) = replays.estimates([plan], SCHEDULES)
+        plan = replace(plan, schedule=choose_among(estimates, profile, None).schedule)
     if change.shadows:
         # State that moves for shadows must not delay the next step.
         plan = with_shadows(
@@ -222,7 +228,7 @@ def by_templates(change: Change) -> Answer:
     return answer(
         "templates",
         replace(found, plan=plan, reason=found.reason + why),
-        estimate_step(plan, profile, tied=change.tied).step_s,
+        replays.estimates([plan], [plan.schedule])[0][plan.schedule].step_s,
         change,
         then=shadows_behind(plan, change),
     )

@@ -195,6 +195,7 @@ def _change(
         shadows=shadows,
         judge=offer.judge,
         costs=offer.costs,
+        replays=offer.replays,
     )
 
 

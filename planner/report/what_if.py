@@ -97,7 +97,12 @@ def _change(planning: Planning, live: tuple[NodeName, ...]) -> Change:
     """Build the change to the live nodes; raises PlanInfeasible."""
     catalogue = Catalogue(tied=planning.tied)
     sizes = range(planning.least_nodes, planning.most_nodes + 1)
-    offer = catalogue.offer(planning.profile, sizes, planning.base)
+    offer = catalogue.offer(
+        planning.profile,
+        sizes,
+        planning.base,
+        planning.base.schedule if planning.schedule_named else None,
+    )
     return Change(
         plan=planning.plan,
         base=planning.base,
@@ -111,6 +116,7 @@ def _change(planning: Planning, live: tuple[NodeName, ...]) -> Change:
         shadows=planning.shadows,
         judge=offer.judge,
         costs=offer.costs,
+        replays=offer.replays,
         rates={one.worker: one.rate for one in planning.rates if one.worker.node in live},
     )
 

@@ -8,17 +8,25 @@ plan after a loss comes first.
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import count, islice
 
-from oobleck.core.plan import PipelineTemplate, Plan
+from oobleck.core.errors import PlanInfeasible
+from oobleck.core.ids import Generation, NodeName
+from oobleck.core.plan import PipelineTemplate, Plan, place
 from oobleck.core.profile import Profile
+from oobleck.core.schedules import SCHEDULES, Schedule
 from oobleck.core.ties import Ties
 from oobleck.planner.cost.estimate import Replays
 from oobleck.planner.cost.kinds import Kind
 from oobleck.planner.cost.stages import PipelineCost, StageTable
-from oobleck.planner.search.choose import Costed, Shortlist
+from oobleck.planner.search.choose import Costed, Shortlist, choose_among
 from oobleck.planner.search.instantiate import Instantiation
 from oobleck.planner.search.templates import shortlisted_templates
+
+#: Most instantiations that are estimated under their schedules, for each set of templates.
+MOST_ESTIMATED = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +39,10 @@ class Offer:
     #: Templates that the search for least T found first.
     found: Mapping[int, Costed]
     replays: Replays
+    #: With the memory that plans may use.
+    profile: Profile
+    #: The only schedule for plans; None: the best.
+    wanted: Schedule | None = None
 
     @property
     def templates(self) -> dict[int, PipelineTemplate]:
@@ -40,7 +52,7 @@ class Offer:
     def costs(self) -> dict[int, PipelineCost]:
         return {size: each.cost for size, each in self.costed.items()}
 
-    def judge(self, candidates: Sequence[Instantiation]) -> list[float]:
+    def judge_quickly(self, candidates: Sequence[Instantiation]) -> list[float]:
         """Return the seconds of a step of each, by a replay under 1F1B."""
         return self.replays.step_s(
             [
@@ -50,6 +62,46 @@ class Offer:
                 )
                 for candidate in candidates
             ]
+        )
+
+    def judge(self, candidates: Sequence[Instantiation]) -> list[float]:
+        """Return the seconds of a step of each under its best schedule, or the `wanted` one.
+
+        It is infinite where the wanted one does not fit; if it fits for none, the final choice
+        raises the error. Beyond some candidates, those that are slow under 1F1B are left out: their
+        seconds are infinite too.
+        """
+        order = list(range(len(candidates)))
+        if len(order) > MOST_ESTIMATED:
+            quick = self.judge_quickly(candidates)
+            # The first one is the best by the formula; the result must not be worse.
+            order = sorted(order, key=lambda at: (at > 0, quick[at]))[:MOST_ESTIMATED]
+        times = [float("inf")] * len(candidates)
+        plans = [self.sketch(candidates[at]) for at in order]
+        for at, estimates in zip(order, self.replays.estimates(plans, SCHEDULES), strict=True):
+            with suppress(PlanInfeasible):
+                times[at] = choose_among(estimates, self.profile, self.wanted).step_s
+        return times
+
+    def sketch(self, candidate: Instantiation) -> Plan:
+        """Put the candidate on any nodes."""
+        names = (NodeName(f"n{number}") for number in count())
+        nodes = [tuple(islice(names, size)) for size in candidate.sizes]
+        return self.put(nodes, candidate.shares, Generation(1))
+
+    def put(
+        self,
+        nodes: Sequence[tuple[NodeName, ...]],
+        shares: Sequence[int],
+        generation: Generation,
+    ) -> Plan:
+        """Put a pipeline of its size on each group of nodes."""
+        return Plan.of_pipelines(
+            [
+                place(self.costed[len(names)].template, names, microbatches=share)
+                for names, share in zip(nodes, shares, strict=True)
+            ],
+            generation=generation,
         )
 
     def using(self, others: Iterable[Costed]) -> "Offer":
@@ -69,9 +121,15 @@ class Catalogue:
         self._replays: Replays | None = None
         self._offers: dict[tuple[range, int], Offer] = {}
 
-    def offer(self, profile: Profile, sizes: range, plan: Plan | None = None) -> Offer:
+    def offer(
+        self,
+        profile: Profile,
+        sizes: range,
+        plan: Plan | None = None,
+        wanted: Schedule | None = None,
+    ) -> Offer:
         """Return the templates of these sizes; with a `plan`, prefer its templates where they are
-        as good.
+        as good. `wanted`: the only schedule for plans; None: the best.
 
         Profiles of different calls may differ only in their memory. Raises PlanInfeasible.
         """
@@ -79,6 +137,8 @@ class Catalogue:
         if key not in self._offers:
             self._offers[key] = self._make(profile, sizes)
         offer = self._offers[key]
+        if wanted is not None:
+            offer = replace(offer, wanted=wanted)
         return offer if plan is None else offer.using(_of_plan(offer, plan))
 
     def replays(self, profile: Profile) -> Replays:
@@ -113,6 +173,7 @@ class Catalogue:
                 for size, each in few.items()
             },
             replays=self.replays(profile),
+            profile=profile,
         )
 
 

@@ -9,20 +9,18 @@ schedules or costs.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
-from itertools import count as numbers
-from itertools import islice
+from functools import lru_cache
 
 from oobleck.core.errors import ModelTooLarge, PlanInfeasible
 from oobleck.core.ids import Generation, NodeName
-from oobleck.core.plan import Plan, place
+from oobleck.core.plan import Plan
 from oobleck.core.profile import MOST_BYTES, Profile
 from oobleck.core.schedules import SCHEDULES, Schedule
 from oobleck.core.units import are, count, enough_bytes, format_bytes
 from oobleck.planner.cost.estimate import Replays
 from oobleck.planner.search.catalogue import Catalogue, Offer
 from oobleck.planner.search.choose import ScheduleChoice, choose_among, settled
-from oobleck.planner.search.instantiate import Instantiation, instantiate
+from oobleck.planner.search.instantiate import instantiate
 from oobleck.planner.search.shadows import with_shadows
 from oobleck.planner.search.shares import share_batch
 from oobleck.planner.search.templates import feasible_sizes
@@ -187,10 +185,6 @@ def _sizes_with(profile: Profile, memory_bytes: int, most_nodes: int) -> tuple[i
     return feasible_sizes(replace(profile, gpu_memory_bytes=memory_bytes), most_nodes)
 
 
-#: Most instantiations that are estimated under their schedules, for each set of templates.
-_MOST_ESTIMATED = 6
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstPlan:
     """Plan under its chosen schedule, and the templates for changing it."""
@@ -220,7 +214,7 @@ def make_first_plan(
     """
     pipelines = min(min_pipelines, len(nodes) // sizes.start) if shadows else min_pipelines
     maker = _Maker(replays=catalogue.replays(profile), profile=profile, wanted=wanted)
-    offer = catalogue.offer(profile, sizes)
+    offer = catalogue.offer(profile, sizes, wanted=wanted)
     offers = [offer]
     if offer.found != offer.costed:
         offers.append(offer.using(offer.found.values()))
@@ -233,7 +227,7 @@ def make_first_plan(
             microbatches=microbatches,
             min_pipelines=pipelines,
             generation=generation,
-            judge=partial(maker.judge, each),
+            judge=each.judge,
             costs=each.costs,
         )
         made.append((maker.step_s([plan])[0], each, plan))
@@ -249,7 +243,7 @@ def make_first_plan(
     return FirstPlan(
         plan=settled(plan, profile),
         choice=choice,
-        offer=catalogue.offer(profile, sizes, plan),
+        offer=catalogue.offer(profile, sizes, plan, wanted),
     )
 
 
@@ -271,17 +265,6 @@ class _Maker:
     replays: Replays
     profile: Profile
     wanted: Schedule | None
-
-    def judge(self, offer: Offer, candidates: Sequence[Instantiation]) -> list[float]:
-        """Return the seconds of a step; infinite for candidates not worth the estimate."""
-        quick = offer.judge(candidates)
-        # The first one is the best by the formula; the result must not be worse.
-        order = sorted(range(len(candidates)), key=lambda at: (at > 0, quick[at]))[:_MOST_ESTIMATED]
-        times = [float("inf")] * len(candidates)
-        plans = [_sketch(offer, candidates[at]) for at in order]
-        for at, step_s in zip(order, self.step_s(plans), strict=True):
-            times[at] = step_s
-        return times
 
     def choice(self, plan: Plan) -> ScheduleChoice:
         """Choose the schedule; raises PlanInfeasible where the wanted one does not fit."""
@@ -309,30 +292,8 @@ class _Maker:
                 swapped = offer.using([costed])
                 costs = swapped.costs
                 shares = share_batch([costs[each] for each in sizes], plan.microbatches)
-                recut = _put(swapped, [p.nodes for p in plan.pipelines], shares, plan.generation)
+                recut = swapped.put([p.nodes for p in plan.pipelines], shares, plan.generation)
                 (step_s,) = self.step_s([recut])
                 if step_s < best_s:
                     offer, plan, best_s = swapped, recut, step_s
         return plan
-
-
-def _sketch(offer: Offer, candidate: Instantiation) -> Plan:
-    """Put the candidate on any nodes."""
-    names = (NodeName(f"n{number}") for number in numbers())
-    nodes = [tuple(islice(names, size)) for size in candidate.sizes]
-    return _put(offer, nodes, candidate.shares, Generation(1))
-
-
-def _put(
-    offer: Offer,
-    nodes: Sequence[tuple[NodeName, ...]],
-    shares: Sequence[int],
-    generation: Generation,
-) -> Plan:
-    return Plan.of_pipelines(
-        [
-            place(offer.costed[len(names)].template, names, microbatches=share)
-            for names, share in zip(nodes, shares, strict=True)
-        ],
-        generation=generation,
-    )

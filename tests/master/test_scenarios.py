@@ -134,7 +134,7 @@ def test_an_overtaken_generation_is_recorded_with_its_successor() -> None:
     assert told[0]["nodes_lost"] == ("n6",)
     assert told[1]["nodes_lost"] == ("n1",)
     first = told[1]["pipelines_after"][0][0]
-    assert first == {"node": "n2", "first_layer": 0, "last_layer": 3, "workers": 1}
+    assert first == {"node": "n5", "first_layer": 0, "last_layer": 3, "workers": 1}
 
 
 def test_who_does_not_answer_stands_in_the_record() -> None:

@@ -92,6 +92,7 @@ from oobleck.master.events.unions import (
     JournalCut,
     Journaled,
     MasterStarted,
+    NodesIdle,
     Observed,
     ProfilesFound,
     RecordsReceived,
@@ -149,13 +150,14 @@ def job_spec(
     shadows: int = 1,
     hidden: int = 32,
     sequence: int = 16,
+    batch: int = 16,
 ) -> JobSpec:
     """`evaluate`: every how many steps, of ten times the samples of a step."""
     return JobSpec(
         name=name,
         model=ModelSpec(layers=6, hidden=hidden, heads=2, sequence_length=sequence),
         data=DataSpec(text=("/nowhere/*.py",)),
-        training=TrainingSpec(steps=steps, global_batch=16, microbatch=2),
+        training=TrainingSpec(steps=steps, global_batch=batch, microbatch=2),
         fault_tolerance=f,
         resources=ResourceSpec(min_nodes_per_pipeline=min_nodes, memory_per_worker_bytes=memory),
         allow_mixed_versions=bool(mixed),
@@ -330,6 +332,8 @@ class Player:
             raise AssertionError(f"decisions do not end: {decision}")
         if self.wake_at is not None and self.wake_at <= self.now:
             raise AssertionError(f"wakes in the past: {decision}")
+        if (job := self.state.job) is not None and job.seen.why_idle != decision.why_idle:
+            self._observe(NodesIdle(job_id=job.id, why=decision.why_idle))
         self._tell_assignments()
         seen = [f"= {j.id} {j.state}{': ' + j.reason if j.reason else ''}" for j in self._jobs()]
         self.written += [line for line in seen if line not in self.seen]

@@ -14,6 +14,7 @@ from oobleck.core.messages import StepRecord
 from oobleck.master.events.unions import (
     AgentRefused,
     EvaluationReceived,
+    NodesIdle,
     Observed,
     ProfilesFound,
     RecordsReceived,
@@ -68,6 +69,8 @@ def observe(state: ClusterState, event: Observed, now: float) -> bool:
             note_progress(job, event.record.generation, now)
         case RestoreReceived():
             return hear_save(state.jobs[event.job_id], event.restored, now)
+        case NodesIdle():
+            state.jobs[event.job_id].seen.why_idle = event.why
         case Tick():
             if event.late_s > _LATE_S:
                 _postpone(state, event, now)

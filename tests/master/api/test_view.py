@@ -35,6 +35,24 @@ def test_a_job_that_does_not_move_has_no_speed() -> None:
     assert status.last_step_age_s == pytest.approx(2.1)
 
 
+def test_why_a_ready_node_is_idle_is_told_until_it_is_used() -> None:
+    player = Player()
+    player.play(
+        START.replace("submit demo", "submit demo templates=1") + "1.0 steps 1 5 1\n"
+        "2.0 register n5\n2.5 ready n5\n2.6 assigned n5\n"
+    )
+
+    def told() -> str:
+        node = player.state.nodes[NodeName("n5")]
+        return node_info(player.state, node, player.now, UNIX).reason
+
+    assert told() == "ready to join the job"
+    player.play("8.0 assigned n5\n")
+    assert told().startswith("kept idle until a node is lost: a step would take ")
+    player.play("9.0 close n2\n9.1 peer_lost n1/0 1\n")
+    assert told() == ""
+
+
 def test_the_time_left_does_not_hang_on_how_many_tokens_one_step_learns() -> None:
     player = Player()
     player.play(START + "1.0 steps 1 1 1\n1.1 steps 2 2 1\n1.2 steps 3 3 1\n")

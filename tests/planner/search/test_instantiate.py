@@ -185,7 +185,8 @@ def test_few_microbatches_get_the_fastest_sizes_there_are(gpus_per_node: int) ->
             equals={},
             found={},
             replays=Replays(profile, tied=False),
-        ).judge
+            profile=profile,
+        ).judge_quickly
         demand = Demand(
             costs=template_costs(templates, profile),
             nodes=nodes,

@@ -1,0 +1,197 @@
+"""How far the chosen answers to losses and returns are from the best that is known.
+
+    python -m bench.regret [--cases 200] [--seed 0]
+
+Each case is a random model on a random cluster: its first plan loses one or two nodes, and gets
+them back. Printed are, over the cases:
+
+- `loss`: the steps committed until the next loss is expected by the choice of `auto`, against the
+  best of all candidates that keep as high a guarantee: each policy's own answer, alone or followed
+  by templates, and a first plan for the nodes that are left, for which state moves;
+- `against a first plan`: the step of the plan of templates after the loss, and that after the
+  return, over that of a first plan for the same nodes;
+- `against staying`: the step after the return over that before it.
+
+All steps are weighed by what splitting the backward may cost, which profiles lack.
+"""
+
+import argparse
+import random
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from bench.choice import random_question
+from oobleck.core.errors import PlanInfeasible
+from oobleck.core.ids import Generation, NodeName
+from oobleck.core.plan import Plan
+from oobleck.planner.cost.estimate import estimate_step
+from oobleck.planner.recovery.answer import Answer, Change, answer
+from oobleck.planner.recovery.policies import answer as chosen
+from oobleck.planner.recovery.policies import answers, unforced
+from oobleck.planner.recovery.reconfigure import HORIZON_S, Reconfiguration, can_lose
+from oobleck.planner.recovery.worth import CHANGE_S, splitting_weight
+from oobleck.planner.search.catalogue import Catalogue
+from oobleck.planner.search.firstplan import make_first_plan, node_specification
+
+#: Longest ends of a distribution that are shown.
+_SHOWN = (0.01, 0.05, 0.10)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """Ratios of one case; 0 is as good as the best, and 0.1 is 10 % worse."""
+
+    seed: int
+    loss: float
+    loss_first: float
+    returned: float | None
+    returned_first: float
+    taken: str
+
+
+class Cluster:
+    """Random model and cluster, with what plans are made of."""
+
+    def __init__(self, seed: int) -> None:
+        rng = random.Random(seed)
+        self.profile, count, self.microbatches = random_question(rng)
+        self.f = rng.choice([0, 1, 1, 2])
+        self.names = [NodeName(f"n{number:02}") for number in range(count)]
+        self.sizes = node_specification(self.profile, nodes=count, fault_tolerance=self.f)
+        self.catalogue = Catalogue(tied=True)
+        lost = rng.sample(self.names, rng.choice([1, 1, 2]))
+        self.left = [name for name in self.names if name not in lost]
+
+    def first(self, nodes: Sequence[NodeName], generation: int) -> Plan:
+        return make_first_plan(
+            self.catalogue,
+            self.sizes,
+            nodes,
+            profile=self.profile,
+            microbatches=self.microbatches,
+            min_pipelines=min(self.f + 1, len(nodes) // self.sizes.start),
+            generation=Generation(generation),
+        ).plan
+
+    def change(self, plan: Plan, base: Plan, live: Sequence[NodeName]) -> Change:
+        offer = self.catalogue.offer(self.profile, self.sizes, base)
+        return Change(
+            plan=plan,
+            base=base,
+            live=tuple(live),
+            generation=Generation(plan.generation + 1),
+            templates=offer.templates,
+            judge=offer.judge,
+            costs=offer.costs,
+            replays=offer.replays,
+            profile=self.profile,
+            fault_tolerance=self.f,
+            tied=True,
+        )
+
+
+def weighed_s(step_s: float, plan: Plan) -> float:
+    return step_s * splitting_weight(plan)
+
+
+def committed(answers_in_turn: Sequence[Answer]) -> float:
+    """Steps within the horizon: each plan's standstill, then its steps; all but the last one have
+    as many whole steps as the copying for the next one takes."""
+    left_s, steps = HORIZON_S, 0.0
+    for number, each in enumerate(answers_in_turn):
+        step_s = weighed_s(each.step_s, each.found.plan)
+        if number == 0:
+            left_s -= each.stall_s
+        if number + 1 < len(answers_in_turn):
+            whole = 1 + -(-answers_in_turn[number + 1].stall_s // step_s)
+            whole = min(whole, left_s / step_s)
+            steps, left_s = steps + whole, left_s - whole * step_s - CHANGE_S
+        else:
+            steps += max(0.0, left_s) / step_s
+    return steps
+
+
+def candidates(change: Change, anew: Answer) -> Iterator[tuple[Answer, ...]]:
+    own = {name: one for name, one in answers(change).items() if isinstance(one, Answer)}
+    yield (anew,)
+    yield from ((one,) for one in own.values())
+    if "reroute" in own:
+        yield own["reroute"], anew
+        if "templates" in own:
+            yield own["reroute"], own["templates"]
+
+
+def guarantee(last: Answer, most: int) -> int:
+    return min(can_lose(last.found.plan), most)
+
+
+def examine(seed: int) -> Outcome:
+    """Raises PlanInfeasible where the model needs more nodes."""
+    case = Cluster(seed)
+    before = case.first(case.names, 1)
+    change = case.change(before, before, case.left)
+    first = case.first(case.left, 2)
+    first_s = estimate_step(first, case.profile, tied=True).step_s
+    moved = Reconfiguration(plan=first, rule="reshape", reason="a first plan")
+    anew = answer("templates", moved, first_s, change)
+    taken = chosen(change, "auto")
+    by_templates = chosen(change, "templates")
+    course = (taken, by_templates) if taken.then == "templates" else (taken,)
+    kept = guarantee(course[-1], case.f)
+    best = max(
+        committed(one) for one in candidates(change, anew) if guarantee(one[-1], case.f) >= kept
+    )
+    back = case.change(course[-1].found.plan, by_templates.found.plan, case.names)
+    staying_s = weighed_s(course[-1].step_s, course[-1].found.plan)
+    try:
+        joining = unforced(back)
+        after_s: float | None = weighed_s(joining.step_s, joining.found.plan)
+    except PlanInfeasible:
+        after_s = None
+    before_s = weighed_s(estimate_step(before, case.profile, tied=True).step_s, before)
+    return Outcome(
+        seed=seed,
+        loss=1 - committed(course) / max(best, committed(course)),
+        loss_first=weighed_s(by_templates.step_s, by_templates.found.plan)
+        / weighed_s(first_s, first)
+        - 1,
+        returned=None if after_s is None else after_s / staying_s - 1,
+        returned_first=(staying_s if after_s is None else after_s) / before_s - 1,
+        taken=" then ".join(one.policy for one in course),
+    )
+
+
+def told(name: str, values: Sequence[float]) -> str:
+    over = ", ".join(f"{sum(v > most for v in values)} over {most:.0%}" for most in _SHOWN)
+    return (
+        f"{name:30} mean {statistics.fmean(values):7.2%}  worst {max(values):7.2%}  "
+        f"of {len(values)}: {over}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--cases", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    found: list[Outcome] = []
+    seed = options.seed
+    while len(found) < options.cases:
+        seed += 1
+        try:
+            found.append(examine(seed))
+        except PlanInfeasible:
+            continue
+    print(told("loss: steps given away", [one.loss for one in found]))
+    print(told("loss: against a first plan", [one.loss_first for one in found]))
+    print(told("return: against a first plan", [one.returned_first for one in found]))
+    joins = [one.returned for one in found if one.returned is not None]
+    print(told("return: against staying", joins), f"{len(found) - len(joins)} refused")
+    for name in ("loss", "loss_first", "returned_first"):
+        worst = sorted(found, key=lambda one: -getattr(one, name))[:3]
+        print(name, *(f"seed {one.seed}: {getattr(one, name):.1%} ({one.taken})" for one in worst))
+
+
+if __name__ == "__main__":
+    main()
