@@ -84,6 +84,7 @@ class Cluster:
             templates=offer.templates,
             judge=offer.judge,
             costs=offer.costs,
+            equals=offer.equals,
             replays=offer.replays,
             profile=self.profile,
             fault_tolerance=self.f,

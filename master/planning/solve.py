@@ -119,6 +119,7 @@ def _next_plan(request: NextPlanRequest) -> NextPlanReply:
         schedule_named=spec.training.wanted_schedule is not None,
         judge=offer.judge,
         costs=offer.costs,
+        equals=offer.equals,
         replays=offer.replays,
     )
     match request.wanted:

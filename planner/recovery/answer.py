@@ -16,6 +16,7 @@ from oobleck.planner.cost.estimate import Replays
 from oobleck.planner.recovery.reconfigure import Reconfiguration, Templates
 from oobleck.planner.recovery.rules import Next
 from oobleck.planner.recovery.uneven.candidates import Situation
+from oobleck.planner.search.choose import Costed
 from oobleck.planner.search.demand import Costs
 from oobleck.planner.search.instantiate import Judge, by_formula
 
@@ -43,6 +44,8 @@ class Change:
     shadows: bool = False
     judge: Judge = by_formula
     costs: Costs | None = None
+    #: By number of nodes: other templates with the same T1 + T2 + T3.
+    equals: Mapping[int, Sequence[Costed]] = field(default_factory=dict)
     #: Step estimates under `profile`, kept for all changes; None: made anew.
     replays: Replays | None = None
     #: Rates of workers slower than profiled; those of workers that are not live are ignored.

@@ -17,7 +17,7 @@ from oobleck.planner.cost.listed import estimate_listed, with_listing
 from oobleck.planner.programs.compiler.proof import prove
 from oobleck.planner.programs.compiler.schedule import splits_backward
 from oobleck.planner.programs.listing.schedule import listed_routes
-from oobleck.planner.recovery.answer import Answer, Change, answer, idle, situation
+from oobleck.planner.recovery.answer import Answer, Change, answer, idle, moves, situation
 from oobleck.planner.recovery.reconfigure import HORIZON_S, Reconfiguration, can_lose, reconfigure
 from oobleck.planner.recovery.reroute import add_load, reroute
 from oobleck.planner.recovery.rules import Next
@@ -25,6 +25,7 @@ from oobleck.planner.recovery.uneven.candidates import hop_ticks, scheduled
 from oobleck.planner.recovery.uneven.cuts import reshared
 from oobleck.planner.search.choose import TIE, choose_among, keep_schedule, settled
 from oobleck.planner.search.shadows import with_shadows
+from oobleck.planner.search.shares import share_batch
 
 #: Seconds of a change of generation beside moving state.
 CHANGE_S = 0.5
@@ -32,6 +33,8 @@ CHANGE_S = 0.5
 LEAST_GAIN = 0.03
 #: Least ratio of the time saved until the expected next loss to the cost of a change.
 _LEAST_RETURN = 2.0
+#: Least share of steps until the next expected loss that another cut of equal T must gain.
+_LEAST_RECUT = 0.01
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,8 +216,7 @@ def by_templates(change: Change) -> Answer:
     if change.schedule_named:
         plan = keep_schedule(plan, profile)
     else:
-        (estimates,) = replays.estimates([plan], SCHEDULES)
-        plan = replace(plan, schedule=choose_among(estimates, profile, None).schedule)
+        plan = _best_of_equals(plan, change, replays)
     if change.shadows:
         # State that moves for shadows must not delay the next step.
         plan = with_shadows(
@@ -232,6 +234,38 @@ def by_templates(change: Change) -> Answer:
         change,
         then=shadows_behind(plan, change),
     )
+
+
+def _best_of_equals(plan: Plan, change: Change, replays: Replays) -> Plan:
+    """Return the plan under its best schedule. For each size of its new pipelines, the best of the
+    cuts with equal T is taken: their stages leave unlike room for what a schedule keeps."""
+    sizes = [len(pipeline.nodes) for pipeline in plan.pipelines]
+    kept = frozenset() if plan.rates else frozenset(change.base.pipelines)
+    new = {n for n, pipeline in zip(sizes, plan.pipelines, strict=True) if pipeline not in kept}
+    plans = [plan]
+    known = change.costs or {}
+    for size in sorted(new) if not plan.rates and known.keys() >= {*sizes} else ():
+        for costed in change.equals.get(size, ()):
+            costs = {**known, size: costed.cost}
+            shares = share_batch([costs[n] for n in sizes], plan.microbatches)
+            recut = [
+                place(costed.template, pipeline.nodes, microbatches=share)
+                if n == size
+                else replace(pipeline, microbatches=share)
+                for n, share, pipeline in zip(sizes, shares, plan.pipelines, strict=True)
+            ]
+            plans.append(Plan.of_pipelines(recut, generation=plan.generation))
+    found: list[tuple[float, Plan]] = []
+    for each, estimates in zip(plans, replays.estimates(plans, SCHEDULES), strict=True):
+        choice = choose_among(estimates, change.profile, None)
+        scheduled = replace(each, schedule=choice.schedule)
+        _, busiest_bytes = moves(change, scheduled)
+        stall_s = busiest_bytes / change.profile.links.inter_node_bytes_per_s
+        weighed_s = choice.step_s * splitting_weight(scheduled)
+        found.append((weighed_s / max(1.0, HORIZON_S - stall_s), scheduled))
+    first_s, first = found[0]
+    least_s, best = min(found, key=lambda one: one[0])
+    return best if least_s < first_s * (1 - _LEAST_RECUT) else first
 
 
 def _base_for_rates(change: Change) -> tuple[Plan, str]:

@@ -195,6 +195,7 @@ def _change(
         shadows=shadows,
         judge=offer.judge,
         costs=offer.costs,
+        equals=offer.equals,
         replays=offer.replays,
     )
 

@@ -116,6 +116,7 @@ def _change(planning: Planning, live: tuple[NodeName, ...]) -> Change:
         shadows=planning.shadows,
         judge=offer.judge,
         costs=offer.costs,
+        equals=offer.equals,
         replays=offer.replays,
         rates={one.worker: one.rate for one in planning.rates if one.worker.node in live},
     )
