@@ -25,6 +25,9 @@ PLAIN: PlanWanted = "plain"
 #: Changes that are never forced.
 VOLUNTARY: frozenset[PlanWanted] = frozenset({AROUND_SLOW, UNFORCED, "shadow", "normalise"})
 
+#: Policy of records about a return to a checkpoint, whose state lets any plan be made.
+MORPH = "morph"
+
 _KEEPING = "reroute"
 _ADDS_HOLDERS = "shadow"
 

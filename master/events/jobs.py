@@ -72,12 +72,23 @@ class StandByFor(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
 
 
+class RunnerUp(msgspec.Struct, frozen=True, kw_only=True):
+    """Best answer that was not taken, and the steps expected of it until the next loss."""
+
+    policy: str
+    rule: str
+    value: float
+
+
 class Expected(msgspec.Struct, frozen=True, kw_only=True):
     """Expectation of a plan by the planner, computed from the job's profile."""
 
     step_s: float
-    #: Time that moving the state takes.
+    #: Time without a committed step.
     stall_s: float
+    #: Steps until the next loss is expected; None: nothing was compared.
+    value: float | None = None
+    runner_up: RunnerUp | None = None
 
 
 class PlanMade(Assign, frozen=True, kw_only=True, tag=True):

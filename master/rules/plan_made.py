@@ -11,7 +11,7 @@ from typing import Literal
 from oobleck.core.ids import Incarnation, WorkerId
 from oobleck.core.messages import Rendezvous
 from oobleck.core.plan import Plan, WorkerRate
-from oobleck.master.events.jobs import Cause, Expected, PlanMade, StandByFor
+from oobleck.master.events.jobs import Cause, Expected, PlanMade, RunnerUp, StandByFor
 from oobleck.master.events.nodes import (
     NodeYielded,
     WorkerLost,
@@ -29,6 +29,7 @@ from oobleck.master.state.job import Job
 from oobleck.planner.recovery.answer import Answer
 from oobleck.planner.recovery.reconfigure import can_lose
 from oobleck.planner.recovery.rules import Next
+from oobleck.planner.recovery.worth import CHANGE_S
 
 #: Copying fewer bytes takes no noticeable time.
 _WORTH_SAYING_BYTES = 1_000_000
@@ -104,7 +105,7 @@ def plan_made(
         anew=go_back and not job.has_checkpoint and job.spec.on_state_lost == "restart",
         policy=policy,
         then=then,
-        expected=_expected(answer),
+        expected=_expected(answer, boundary=boundary),
         passes_over=passes_over,
         standing_by=tuple(
             WorkerRate(worker=worker, rate=rate)
@@ -117,10 +118,18 @@ def plan_made(
     )
 
 
-def _expected(answer: Answer | None) -> Expected | None:
+def _expected(answer: Answer | None, *, boundary: bool) -> Expected | None:
     if answer is None:
         return None
-    return Expected(step_s=answer.step_s, stall_s=answer.stall_s)
+    other = answer.runner_up
+    return Expected(
+        step_s=answer.step_s,
+        stall_s=answer.outrun_s if boundary else CHANGE_S + answer.stall_s,
+        value=answer.value,
+        runner_up=None
+        if other is None
+        else RunnerUp(policy=other.policy, rule=other.rule, value=other.value),
+    )
 
 
 def _outrun(count: int) -> str:

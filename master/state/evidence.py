@@ -143,21 +143,32 @@ def transition_stats(job: Job, now: float) -> ReconfigurationStats | None:
     if job.current.made is None or not job.current.on_the_way:
         return None
     stats = _observed_stats(job, now, job.current.made.detect_s)
-    return msgspec.structs.replace(stats, stall_s=_stall_s(job))
+    return msgspec.structs.replace(stats, stall_s=_stall_s(job, now))
 
 
-def _stall_s(job: Job) -> float | None:
+def _stall_s(job: Job, now: float) -> float | None:
     """Return the seconds without a committed step before the newest generation's first one, less
     one usual step; None: it has no step yet, or no earlier one is known."""
+    seen = job.seen
     recent, generation = job.seen.steps.recent, job.current.generation
     before = [record for record in recent if record.generation < generation]
     if not before and job.seen.steps.last_before is not None:
         before = [job.seen.steps.last_before]  # many steps may be reported at once
     first = next((record for record in recent if record.generation >= generation), None)
-    if first is None or not before:
+    if first is not None:
+        at = first.time
+    elif seen.steps.redone is not None and seen.steps.redone[0] == generation:
+        at = _unix(job, now)  # a step that is done again has no second record
+    else:
+        return None
+    if not before:
         return None
     usual_s = median(record.step_seconds for record in before)
-    return max(0.0, first.time - before[-1].time - usual_s)
+    return max(0.0, at - before[-1].time - usual_s)
+
+
+def _unix(job: Job, now: float) -> float:
+    return job.seen.since_unix + (now - job.seen.since)
 
 
 def _observed_stats(job: Job, now: float, detect_s: float) -> ReconfigurationStats:
@@ -166,9 +177,9 @@ def _observed_stats(job: Job, now: float, detect_s: float) -> ReconfigurationSta
         end = now if timeline.first_step_at is None else timeline.first_step_at
         return timeline.stats(end, job.unanswered())
     # Another master process made the plan, and only the calendar spans both.
-    unix = job.seen.since_unix + (now - job.seen.since)
     first = next(
-        (r.time for r in job.seen.steps.recent if r.generation >= job.current.generation), unix
+        (r.time for r in job.seen.steps.recent if r.generation >= job.current.generation),
+        _unix(job, now),
     )
     phases: dict[str, float] = dict.fromkeys(PHASES, 0.0)
     phases["detect"], phases["waiting"] = detect_s, job.current.waited_s

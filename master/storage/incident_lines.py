@@ -6,11 +6,14 @@ Must not know files.
 
 from collections.abc import Iterator, Mapping
 
+import msgspec
+
 from oobleck.core.ids import Generation
 from oobleck.core.plan import Plan
 from oobleck.host.system.process import signal_name
 from oobleck.master.events.jobs import (
     PHASES,
+    Expected,
     FirstStepCommitted,
     JobCancelled,
     JobFailed,
@@ -19,6 +22,7 @@ from oobleck.master.events.jobs import (
     ReconfigurationStats,
 )
 from oobleck.master.events.unions import Journaled
+from oobleck.master.policies import MORPH
 from oobleck.master.state.cluster import ClusterState, version_pairs
 from oobleck.master.state.incident import Answer, Incident, Setback, Slowdown, SlowWorker
 from oobleck.master.state.incident_summary import (
@@ -93,7 +97,7 @@ def _reconfigured(
         "from_generation": before.generation,
         "to_generation": made.plan.generation,
         "cause": made.cause,
-        "policy": made.policy,
+        "policy": MORPH if made.restore else made.policy,
         "rule": made.rule,
         "reason": made.reason,
         "nodes_lost": made.nodes_lost,
@@ -108,9 +112,7 @@ def _reconfigured(
         "received_bytes": stats.received_bytes,
         "fed_bytes": stats.fed_bytes,
         "stall_s": stats.stall_s,
-        "expected": None
-        if made.expected is None
-        else {"step_s": made.expected.step_s, "stall_s": made.expected.stall_s},
+        **_expected(made.expected),
         "pipelines_before": pipelines(before),
         "pipelines_after": pipelines(made.plan),
         "can_lose": made.can_lose,
@@ -122,6 +124,14 @@ def _reconfigured(
     if stats.master_restarted:
         line["master_restarted"] = True
     return [line]
+
+
+def _expected(expected: Expected | None) -> dict[str, object]:
+    """Return the fields of a line about what the planner expected."""
+    if expected is None:
+        return {"expected": None, "runner_up": None}
+    fields = msgspec.to_builtins(expected)
+    return {"runner_up": fields.pop("runner_up"), "expected": fields}
 
 
 def pipelines(plan: Plan) -> list[list[dict[str, object]]]:

@@ -53,6 +53,15 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerUp:
+    """Best answer that was not taken, and the steps expected of it until the next loss."""
+
+    policy: str
+    rule: str
+    value: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
     """Answer of one policy to a change."""
 
@@ -68,6 +77,11 @@ class Answer:
     #: Moved bytes that are expected to be copied at the switch, where the plan is for a step
     #: boundary. The gradients of state that is sent ahead outrun the links.
     outrun_bytes: int = 0
+    #: Time for that.
+    outrun_s: float = 0.0
+    #: Steps that are expected to be committed until the next loss; None: nothing was compared.
+    value: float | None = None
+    runner_up: RunnerUp | None = None
 
 
 def situation(change: Change) -> Situation:
@@ -92,14 +106,19 @@ def answer(
 ) -> Answer:
     """Build the answer, with the bytes that move for it."""
     moved_bytes, busiest_bytes = moves(change, found.plan)
+    rate, outrun = (
+        change.profile.links.inter_node_bytes_per_s,
+        outrun_bytes(change, found.plan, step_s),
+    )
     return Answer(
         policy=policy,
         found=found,
         moved_bytes=moved_bytes,
-        stall_s=busiest_bytes / change.profile.links.inter_node_bytes_per_s,
+        stall_s=busiest_bytes / rate,
         step_s=step_s,
         then=then,
-        outrun_bytes=outrun_bytes(change, found.plan, step_s),
+        outrun_bytes=outrun,
+        outrun_s=outrun / rate,
     )
 
 

@@ -23,7 +23,7 @@ from typing import Literal
 from oobleck.core.errors import PlanInfeasible
 from oobleck.core.job.spec import RecoveryPolicy
 from oobleck.core.plan import Plan
-from oobleck.planner.recovery.answer import Answer, Change, Policy, situation
+from oobleck.planner.recovery.answer import Answer, Change, Policy, RunnerUp, situation
 from oobleck.planner.recovery.normalise import normalised, promising
 from oobleck.planner.recovery.reconfigure import HORIZON_S
 from oobleck.planner.recovery.uneven.candidates import staying_s
@@ -50,7 +50,9 @@ Answers = Mapping[Policy, Answer | PlanInfeasible]
 
 
 def answer(change: Change, wanted: RecoveryPolicy, known: Answers | None = None) -> Answer:
-    """Decide the answer to a change. `known`: `answers(change)`, for a caller that has it already.
+    """Decide the answer to a change, with what is expected of it and of the best one not taken.
+
+    `known`: `answers(change)`, for a caller that has it already.
 
     With `auto` a loss is answered by the best of the courses that `_courses` lists. Where the job
     names `reroute`, `normalise` follows if it promises a shorter step, and `shadow` after that.
@@ -59,6 +61,13 @@ def answer(change: Change, wanted: RecoveryPolicy, known: Answers | None = None)
     than templates need may hold all layers, some as shadows. Raises PlanInfeasible where there is
     no answer.
     """
+    found = _answer(change, wanted, known)
+    if found.value is not None:
+        return found
+    return replace(found, value=Course(first=found).steps(change))
+
+
+def _answer(change: Change, wanted: RecoveryPolicy, known: Answers | None) -> Answer:
     lost = not frozenset(change.live).issuperset(change.plan.nodes)
     first, other = _REROUTE_FIRST if wanted == "reroute" and lost else _TEMPLATES_FIRST
     try:
@@ -68,7 +77,7 @@ def answer(change: Change, wanted: RecoveryPolicy, known: Answers | None = None)
     if first == "reroute" and promising(change, found.found.plan):
         return replace(found, then="normalise")
     if wanted == "auto" and lost:
-        return _best(_courses(found, change, known), change)
+        return _best(*_courses(found, change, known), change)
     return found
 
 
@@ -112,8 +121,7 @@ def _steps(stall_s: float, step_s: float, behind: Answer | None, change: Change)
     if behind is None:
         return whole_s / step_s
     before = 1 + math.ceil(behind.stall_s / step_s)
-    outrun_s = behind.outrun_bytes / change.profile.links.inter_node_bytes_per_s
-    left_s = whole_s - before * step_s - CHANGE_S - outrun_s
+    left_s = whole_s - before * step_s - CHANGE_S - behind.outrun_s
     if left_s <= 0:
         return whole_s / step_s
     return before + left_s / max(_step_s(behind), _LEAST_STEP_S)
@@ -123,8 +131,11 @@ def _step_s(answer: Answer) -> float:
     return answer.step_s * splitting_weight(answer.found.plan)
 
 
-def _courses(moved: Answer, change: Change, known: Answers | None) -> list[Course]:
-    """List the courses for a loss to which `moved` is the answer of `templates`.
+def _courses(
+    moved: Answer, change: Change, known: Answers | None
+) -> tuple[list[Course], RunnerUp | None]:
+    """List the courses for a loss to which `moved` is the answer of `templates`; also return the
+    re-routed plan that was left out, with the most steps that it could have.
 
     A re-routed plan stays for good only if the steps of `moved` are not the shorter ones: the time
     until the next loss is not known.
@@ -133,39 +144,50 @@ def _courses(moved: Answer, change: Change, known: Answers | None) -> list[Cours
     the worse course even at the time of its busiest worker's compute, which no schedule beats.
     """
     courses = [Course(first=moved)]
-    if known is None and not _may_pay(moved, change):
-        return courses
+    if known is None:
+        most = _most_by_reroute(moved, change)
+        if most is None:
+            return courses, None
+        if most < (1 - _TIE) * courses[0].steps(change):
+            return courses, RunnerUp(policy="reroute", rule="reroute", value=most)
     with suppress(PlanInfeasible):
         routed = _made("reroute", change, known)
         courses.append(Course(first=routed, behind=moved))
         if _step_s(moved) > (1 - LEAST_GAIN) * _step_s(routed):
             courses.append(Course(first=routed))
-    return courses
+    return courses, None
 
 
-def _may_pay(moved: Answer, change: Change) -> bool:
-    """Return whether a re-routed plan may be the better course than `moved` alone."""
+def _most_by_reroute(moved: Answer, change: Change) -> float | None:
+    """Return the most steps of a course that begins with a re-routed plan; None: there is none.
+    Infinite where it keeps a higher guarantee than `moved`."""
     try:
         routed, least_s = routed_at_least(change)
     except PlanInfeasible:
-        return False
+        return None
     if can_lose_behind(routed, change) > can_lose_behind(moved.found.plan, change):
-        return True
-    most = max(_steps(0.0, least_s, None, change), _steps(0.0, least_s, moved, change))
-    return most >= (1 - _TIE) * Course(first=moved).steps(change)
+        return math.inf
+    return max(_steps(0.0, least_s, None, change), _steps(0.0, least_s, moved, change))
 
 
-def _best(courses: list[Course], change: Change) -> Answer:
+def _best(courses: list[Course], left_out: RunnerUp | None, change: Change) -> Answer:
     """Return the answer of the best course.
 
     The highest guarantee comes first, then the most steps. Within 1 % of the most, the course that
     moves fewest bytes is taken, then the one that commits most.
     """
     kept = [course.guarantee(change) for course in courses]
-    courses = [course for course, own in zip(courses, kept, strict=True) if own == max(kept)]
-    most = max(course.steps(change) for course in courses)
-    close = [course for course in courses if course.steps(change) >= (1 - _TIE) * most]
-    return min(close, key=lambda one: (one.moved_bytes, -one.steps(change))).answer
+    equal = [course for course, own in zip(courses, kept, strict=True) if own == max(kept)]
+    most = max(course.steps(change) for course in equal)
+    close = [course for course in equal if course.steps(change) >= (1 - _TIE) * most]
+    best = min(close, key=lambda one: (one.moved_bytes, -one.steps(change)))
+    others = [
+        RunnerUp(policy=one.policy, rule=one.found.rule, value=course.steps(change))
+        for course in courses
+        if (one := course.first).policy != best.first.policy
+    ]
+    runner_up = max(others, key=lambda one: one.value, default=left_out)
+    return replace(best.answer, value=best.steps(change), runner_up=runner_up)
 
 
 def _instead(
@@ -194,13 +216,14 @@ def unforced(change: Change) -> Answer:
         return found
     staying = staying_s(situation(change))
     now_s = staying * splitting_weight(change.plan)
-    longer = _step_s(found) > (1 + _TIE) * now_s
-    if longer or _steps(0.0, now_s, found, change) < (1 - _TIE) * _steps(0.0, now_s, None, change):
+    value, stays = (_steps(0.0, now_s, behind, change) for behind in (found, None))
+    if _step_s(found) > (1 + _TIE) * now_s or value < (1 - _TIE) * stays:
         raise PlanInfeasible(
             f"a step would take {found.step_s:.4g} s in place of {staying:.4g} s, by "
             f"{found.found.reason}: not worth a change"
         )
-    return found
+    runner_up = RunnerUp(policy="stay", rule="stay", value=stays)
+    return replace(found, value=value, runner_up=runner_up)
 
 
 def behind(change: Change, wanted: Literal["shadow", "normalise"]) -> Answer:

@@ -28,7 +28,7 @@ from oobleck.core.units import are, count
 from oobleck.planner.recovery.changes import Change, by_rules, reshaped
 from oobleck.planner.recovery.placement import Seats, Slot, put_in_place, seat
 from oobleck.planner.recovery.rules import Rule
-from oobleck.planner.search.demand import Costs, Demand, Sizes, worth_judging
+from oobleck.planner.search.demand import BAND, Costs, Demand, Sizes, worth_judging
 from oobleck.planner.search.instantiate import (
     Instantiation,
     Judge,
@@ -49,7 +49,7 @@ TIE = Fraction(1, 100)
 #: Most sizes whose step time is judged.
 _MOST_JUDGED = 6
 #: Most of these that are new sizes.
-_MOST_ANEW = 2
+_MOST_ANEW = 4
 #: Effort of the search for new sizes (`oobleck.planner.search.instantiate.Patience`): some 10 ms.
 _EFFORT = 8000
 
@@ -177,8 +177,8 @@ def _changes(
     quick = min(steps.values(), default=None)
     patience = Patience(
         most=_MOST_ANEW,
-        # A smaller gain is not worth a move.
-        limit=None if quick is None else quick - int(quick * TIE),
+        # The judge may find sizes shorter that are within the band of the formula's best.
+        limit=None if quick is None else quick + int(quick * BAND),
         slack=TIE,
         effort=_EFFORT,
     )

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -135,6 +136,36 @@ def test_an_overtaken_generation_is_recorded_with_its_successor() -> None:
     assert told[1]["nodes_lost"] == ("n1",)
     first = told[1]["pipelines_after"][0][0]
     assert first == {"node": "n5", "first_layer": 0, "last_layer": 3, "workers": 1}
+
+
+def reconfigured(scenario: str) -> list[dict[str, Any]]:
+    player = Player()
+    player.play(commands(scenario))
+    lines = player.event_lines[JobId("demo-1")]
+    return [line for line in lines if line["event"] == "reconfigured"]
+
+
+def test_a_return_to_a_checkpoint_is_recorded_with_its_standstill() -> None:
+    returns = [line for line in reconfigured("checkpoint") if line["policy"] == "morph"]
+    assert [line["to_generation"] for line in returns] == [2, 4, 5]
+    # Steps that are done again have no record of their own, whose time it could be.
+    assert returns[1]["stall_s"] == pytest.approx(5.9)
+
+
+def test_the_best_answer_that_was_not_taken_is_recorded() -> None:
+    loss, *_ = reconfigured("accused")
+    assert (loss["policy"], loss["rule"], loss["runner_up"]["policy"]) == (
+        "templates",
+        "borrow",
+        "reroute",
+    )
+    assert 0 < loss["runner_up"]["value"] < loss["expected"]["value"]
+    join = reconfigured("newcomers")[0]
+    assert (join["rule"], join["runner_up"]["rule"]) == ("join", "stay")
+    assert 0 < join["runner_up"]["value"] < join["expected"]["value"]
+    assert join["expected"]["stall_s"] == 0, "the state is copied ahead"
+    named = reconfigured("node_loss")[0]
+    assert (named["runner_up"], named["expected"]["value"] > 0) == (None, True)
 
 
 def test_who_does_not_answer_stands_in_the_record() -> None:
