@@ -2,6 +2,8 @@
 
 from collections.abc import Iterable
 
+from oobleck.core.units import runs
+
 
 class PlanInfeasible(ValueError):
     """Refusal to plan: no plan exists under the given limits. Each cause is one readable clause
@@ -22,8 +24,10 @@ class LayerLost(PlanInfeasible):
 
     def __init__(self, layers: Iterable[int]) -> None:
         self.layers = tuple(sorted(layers))
-        names = ", ".join(map(str, self.layers))
-        super().__init__(f"no live worker holds the state of layer {names}")
+        named = (
+            f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs(self.layers)
+        )
+        super().__init__(f"no live worker holds the state of layer {', '.join(named)}")
 
 
 class ProgramDeadlock(Exception):

@@ -1,6 +1,6 @@
 """Parts of plans: layers that workers hold, and the hops of micro-batches through them."""
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
@@ -79,17 +79,6 @@ class Route:
                     f"two hops in a row, to layers {before.last_layer} and {after.last_layer}, are "
                     "on the same worker; one hop must have all that a worker computes in a row"
                 )
-
-
-def runs(layers: Iterable[int]) -> list[list[int]]:
-    """Group sorted layers into runs of consecutive ones."""
-    found: list[list[int]] = []
-    for layer in sorted(layers):
-        if found and found[-1][-1] == layer - 1:
-            found[-1].append(layer)
-        else:
-            found.append([layer])
-    return found
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -34,6 +34,17 @@ def comma_separated(names: Iterable[str]) -> str:
     return f"{', '.join(ordered[:_MOST_LISTED])} and {len(ordered) - _MOST_LISTED} more"
 
 
+def runs(layers: Iterable[int]) -> list[list[int]]:
+    """Group layers into runs of consecutive ones."""
+    found: list[list[int]] = []
+    for layer in sorted(layers):
+        if found and found[-1][-1] == layer - 1:
+            found[-1].append(layer)
+        else:
+            found.append([layer])
+    return found
+
+
 def head(text: str, most_bytes: int = MOST_REASON_BYTES) -> str:
     """Return `text` cut to `most_bytes` of UTF-8; a cut text ends in `…`."""
     data = text[: most_bytes + 1].encode(errors="replace")  # a character takes at least one byte

@@ -4,7 +4,8 @@ from functools import lru_cache
 
 from oobleck.core.ids import WorkerId
 from oobleck.core.plan import Plan, is_of_pipelines
-from oobleck.core.routes import Hold, Hop, runs
+from oobleck.core.routes import Hold, Hop
+from oobleck.core.units import runs
 from oobleck.proto import control_pb2 as pb
 
 

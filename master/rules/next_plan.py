@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence, Set
 from contextlib import suppress
 from dataclasses import replace
 
-from oobleck.core.errors import PlanInfeasible
+from oobleck.core.errors import LayerLost, PlanInfeasible
 from oobleck.core.ids import Generation, JobId, NodeName
 from oobleck.core.job.spec import RecoveryPolicy
 from oobleck.core.plan import Plan
@@ -95,12 +95,19 @@ def _next_plan(
     looks = job.spec.on_state_lost == "restart" or job.may_have_checkpoint
     if looks and questions.gone_for_good(context, job) is not None:
         return answer
+    raise without_state(context, job, lost) from lost
+
+
+def without_state(context: Context, job: Job, lost: LayerLost) -> PlanInfeasible:
+    """Return the error that these layers of a job without a checkpoint are with no live worker: who
+    alone can bring them back, and until when."""
     away = comma_separated(questions.may_bring_back(context, job, lost.layers))
-    hope = f"only {away} with the workers of before can bring it back; or " if away else ""
+    most = f"{context.retention.node_s / 3600:g} h"
+    hope = f"only {away} with the workers of before can bring it back, within {most}; or "
     fix = "cancel the job and submit it again, since there is no checkpoint"
     if job.spec.on_state_lost == "restart":
         fix = "it begins anew once nothing can, since there is no checkpoint"
-    raise PlanInfeasible(*lost.causes, hope + fix) from lost
+    return PlanInfeasible(*lost.causes, (hope if away else "") + fix)
 
 
 def _for_losses(job: Job) -> RecoveryPolicy:

@@ -76,6 +76,18 @@ def lost_layers(
     return None
 
 
+def away(state: ClusterState, job: Job) -> LayerLost | None:
+    """Return the layers of a trained model whose state no connected worker holds; None: there are
+    none."""
+    if not was_trained(state, job):
+        return None
+    try:
+        require_holders(_held_layers(state, job, _here(state, job)), job.spec.model.layer_count)
+    except LayerLost as lost:
+        return lost
+    return None
+
+
 def gone_for_good(context: Context, job: Job) -> LayerLost | None:
     """Return the layers of a trained model whose state no worker holds and no node that is away
     can bring back; None: there are none."""

@@ -19,7 +19,13 @@ from oobleck.master.events.nodes import (
 from oobleck.master.planning.requests import PlanningFailed
 from oobleck.master.rules import questions
 from oobleck.master.rules.decision import Context, Decision, fail
-from oobleck.master.rules.next_plan import describe_left_out, get_ready, plan_without_drained, wait
+from oobleck.master.rules.next_plan import (
+    describe_left_out,
+    get_ready,
+    plan_without_drained,
+    wait,
+    without_state,
+)
 from oobleck.master.rules.plan_made import met_enough, plan_made
 from oobleck.master.rules.questions import (
     is_up,
@@ -59,8 +65,11 @@ def replan(context: Context, job: Job) -> Decision | None:
     except PlanningFailed as failed:
         raise RuntimeError(f"nothing answers the loss: {failed}") from failed
     except PlanInfeasible as infeasible:
+        why = infeasible
         given_up_at = questions.given_up_at(context, job)
-        waits = replace(wait(state, job, infeasible), wake_at=given_up_at)
+        if not job.has_checkpoint and (gone := questions.away(state, job)) is not None:
+            why = without_state(context, job, gone)  # fresh nodes alone do not help
+        waits = replace(wait(state, job, why), wake_at=given_up_at)
         return patience or _give_up_lost(context, job) or waits
     found = answer.found
     if not any(is_up(state, worker) for worker in found.plan.workers):

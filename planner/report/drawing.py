@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from oobleck.core.ids import NodeName
 from oobleck.core.instructions import BackwardInput, BackwardWeight, Forward
 from oobleck.core.plan import Plan
-from oobleck.core.routes import Hold, runs
+from oobleck.core.routes import Hold
 from oobleck.core.schedules import Schedule
-from oobleck.core.units import count, format_bytes
+from oobleck.core.units import count, format_bytes, runs
 from oobleck.planner.cost.estimate import KindEstimate, StepEstimate
 from oobleck.planner.cost.replay import Event, timeline
 

@@ -8,10 +8,9 @@ from oobleck.core.ids import Generation, NodeName
 from oobleck.core.job.spec import RecoveryPolicy
 from oobleck.core.plan import PipelineTemplate, Plan
 from oobleck.core.profile import Profile
-from oobleck.core.routes import runs
 from oobleck.core.schedules import Schedule
 from oobleck.core.ties import Ties
-from oobleck.core.units import count, format_bytes
+from oobleck.core.units import count, format_bytes, runs
 from oobleck.planner.cost.estimate import KindEstimate, StepEstimate
 from oobleck.planner.profile.memory import GPU_CONTEXT_BYTES, gpu_reserve_bytes
 from oobleck.planner.programs.communicators import MOST_COMMUNICATORS, Needed, needed

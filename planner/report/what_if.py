@@ -9,8 +9,7 @@ from typing import Any
 
 from oobleck.core.errors import PlanInfeasible
 from oobleck.core.ids import Generation, NodeName
-from oobleck.core.routes import runs
-from oobleck.core.units import comma_separated
+from oobleck.core.units import comma_separated, runs
 from oobleck.planner.cost.estimate import estimate_step
 from oobleck.planner.cost.listed import estimate_listed, with_listing
 from oobleck.planner.programs.listing.schedule import listed_routes

@@ -15,7 +15,8 @@ from itertools import groupby
 from oobleck.core.ids import NodeName, WorkerId
 from oobleck.core.plan import Plan
 from oobleck.core.profile import Profile
-from oobleck.core.routes import Hold, ShardTable, runs
+from oobleck.core.routes import Hold, ShardTable
+from oobleck.core.units import runs
 from oobleck.planner.cost.estimate import shadow_bytes, worker_peak_bytes
 from oobleck.planner.cost.listed import listed_bytes
 from oobleck.planner.cost.stages import idle_bytes

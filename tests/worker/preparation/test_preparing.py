@@ -319,7 +319,7 @@ def test_a_copy_counts_for_nobody_before_the_switch(warm: WarmWorkers) -> None:
         cluster.wait(lambda: cluster.workers[worker_named("c")].gone, "the end of c")
         last = make_plan(3, [[("a", 3), ("b", 2)]], [8])
         cluster.assign(last)
-        lost = "no live worker holds the state of layer 3, 4"
+        lost = "no live worker holds the state of layer 3-4"
         # Whoever finds it first leaves, and the other one may hear of that before it finds it too.
         cluster.wait(
             lambda: any(has_said(cluster, worker, lost) for worker in last.workers),
