@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.support.client import read_lines
 from oobleck.core.ids import Generation, JobId
 from oobleck.core.messages import Evaluated, EvaluationRecord
 from oobleck.master.events.jobs import JobWaiting
@@ -80,7 +81,7 @@ class Drill:
         for agent in agents:
             agent.workers(1)
         await self.train(agents, 1, 10, 1)
-        await self.evaluate(agents)
+        await self.evaluate(agents, 10, 1)
         lost = agents.pop()
         await lost.disconnect()
         await self.until(lambda: self.complained(agents) >= 2)
@@ -88,6 +89,7 @@ class Drill:
         for agent in agents:
             agent.workers(generation)
         await self.train(agents, 11, 30, generation)
+        await self.evaluate(agents, 30, generation)  # a job's end waits for that of its last step
         for agent in agents:
             agent.workers(generation, finished=True)
         await self.until(
@@ -135,15 +137,15 @@ class Drill:
 
         await self.until(stored)
 
-    async def evaluate(self, agents: list[FakeAgent]) -> None:
+    async def evaluate(self, agents: list[FakeAgent], step: int, generation: int) -> None:
         """All tell of the same evaluation, until it is stored."""
         found = EvaluationRecord(
-            step=10, loss=2.0, samples=8, generation=Generation(1), seconds=0.1, time=10.0
+            step=step, loss=2.0, samples=8, generation=Generation(generation), seconds=0.1, time=10
         )
 
         def stored() -> bool:
-            path = self.state / "jobs" / "demo-1" / "evaluations.jsonl"
-            if path.exists() and path.read_text().endswith("\n"):
+            told = read_lines(self.state / "jobs" / "demo-1" / "evaluations.jsonl")
+            if told and told[-1]["step"] == step:
                 return True
             for agent in agents:
                 if agent.welcome is not None and agent.ended is None:
@@ -192,7 +194,7 @@ def test_killed_at_any_point_of_a_turn_nothing_is_lost_and_nothing_comes_twice(
     assert [event["to_generation"] for event in changes] == [2]
     assert [event["incident"] for event in events if event["event"] == "incident"] == [1]
     evaluations = lines(drill.state, "evaluations.jsonl")
-    assert [line["step"] for line in evaluations] == [10]
+    assert [line["step"] for line in evaluations] == [10, 30]
     torn = crash_at[0].startswith("journal-torn")
     assert ("the end of the journal was not whole" in drill.master.errors.read_text()) == torn
     assert "Traceback" not in drill.master.errors.read_text()
