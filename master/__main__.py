@@ -255,6 +255,7 @@ def _time_out_flags(function: F) -> F:
 )
 @click.option("--certificate-life-s", default=90 * 86_400.0, hidden=True)
 @click.option("--compact-bytes", default=0, hidden=True)
+@click.option("--records-wait-s", default=60.0, hidden=True)
 @_time_out_flags
 def master(
     listen: str,
@@ -264,6 +265,7 @@ def master(
     insecure: bool,
     certificate_life_s: float,
     compact_bytes: int,
+    records_wait_s: float,
     metrics_listen: str | None,
     health_listen: str | None,
     exit_with_parent: bool,
@@ -310,6 +312,7 @@ def master(
             certificate_life_s=certificate_life_s,
             retention=choose_retention(forget_nodes_after, keep_jobs),
             gives_way_s=_read("--waiting-gives-way-after", parse_seconds, waiting_gives_way_after),
+            records_wait_s=records_wait_s,
             validate=validate,
             restored=restored,
         )

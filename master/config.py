@@ -63,6 +63,8 @@ class MasterConfig:
     retention: Retention = Retention()
     #: Seconds for which a job with a checkpoint waits for nodes before it gives way.
     gives_way_s: float = GIVES_WAY_S
+    #: Seconds that records wait for those of earlier steps: longer than any node is waited for.
+    records_wait_s: float = 60.0
     #: Check the invariants of the state after every event, and end where one is broken.
     validate: bool = False
     #: Backup that this start restores; None: the state directory is the master's own.

@@ -32,8 +32,6 @@ _MOST_LINE = 16_384
 #: Lines by which a follower may be behind; beyond that it loses lines.
 _MOST_BEHIND = 10_000
 _NAME = re.compile(r"(.+)-(\d+)\.log(\.1)?")
-#: Time that records wait for those of earlier steps: longer than any node is waited for.
-GAP_S = 60.0
 
 
 class Line(NamedTuple):
@@ -193,7 +191,7 @@ class Archive:
             lasts = missing == gap.missing or (gap.passed and missing.stop <= gap.behind)
             if self.storage.problem or not lasts:
                 self._gaps[job_id] = _Gap(missing, now, metrics.furthest)
-            elif missing and now - gap.since < GAP_S:
+            elif missing and now - gap.since < self._config.records_wait_s:
                 gap.missing, gap.passed = missing, False
             elif missing:
                 gap.passed = True

@@ -11,7 +11,7 @@ import pytest
 from bench.support.client import Record, read_lines
 from bench.support.preloaded import Preloaded
 from bench.support.separate import Daemons
-from support.clusters import PATIENT, job
+from support.clusters import FORGETFUL, PATIENT, job
 from support.waiting import PATIENCE_S
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
@@ -36,11 +36,11 @@ def head_of(cluster: Daemons) -> Record:
     return found
 
 
-def restart_on(cluster: Daemons, state_dir: Path) -> None:
+def restart_on(cluster: Daemons, state_dir: Path, *options: str) -> None:
     """The head dies, and another one starts on that directory at its address."""
     cluster.kill_master()
     cluster.state_dir = state_dir
-    cluster.start_master(*MASTER_FLAGS)
+    cluster.start_master(*MASTER_FLAGS, *options)
 
 
 def held_step(cluster: Daemons, job_id: str) -> int:
@@ -99,7 +99,7 @@ def test_a_job_is_adopted_without_a_step_lost_and_its_losses_are_answered(
     job_id = cluster.submit(job(text))
     cluster.wait_step(job_id, 5)
     workers = cluster.worker_pids()
-    restart_on(cluster, cluster.state_dir.with_name("empty"))
+    restart_on(cluster, cluster.state_dir.with_name("empty"), FORGETFUL)
     wait_held(cluster, job_id)
     held = held_step(cluster, job_id)
     told = cluster.oobleck("adopt", job_id).stdout
@@ -159,7 +159,7 @@ def test_an_old_copy_that_is_put_back_goes_on_in_a_higher_term(
     for path in cluster.state_dir.iterdir():
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     shutil.copytree(old, cluster.state_dir, dirs_exist_ok=True)
-    cluster.start_master(*MASTER_FLAGS)
+    cluster.start_master(*MASTER_FLAGS, FORGETFUL)
     cluster.wait(lambda: bool(head_of(cluster)["held"]), "the second job held")
     wait_held(cluster, second)
     head = head_of(cluster)

@@ -11,7 +11,7 @@ import pytest
 from bench.support.preloaded import Preloaded
 from bench.support.separate import Daemons
 from oobleck.core.checkpoint import MANIFEST, RECORDS
-from support.clusters import PATIENT
+from support.clusters import FORGETFUL, PATIENT
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
@@ -29,9 +29,9 @@ def daemons(tmp_path: Path, preloaded: Preloaded) -> Iterator[Daemons]:
         daemons.close()
 
 
-def power_on(daemons: Daemons) -> None:
+def power_on(daemons: Daemons, *options: str) -> None:
     flags = (flag.removeprefix("--master-flag=") for flag in PATIENT)
-    daemons.start_master("--quarantine-s=0", *flags)
+    daemons.start_master("--quarantine-s=0", *flags, *options)
     for name in NODES:
         daemons.start_node(name)
     daemons.wait(lambda: daemons.live() == set(NODES), "the nodes", poll_s=0.1)
@@ -159,7 +159,7 @@ def test_a_cut_file_of_records_costs_them_alone_and_is_told(
     why = f"{RECORDS}: has {len(content) - 1} bytes, not {len(content)}"
     assert why in done.stdout
 
-    power_on(daemons)
+    power_on(daemons, FORGETFUL)
     daemons.wait(lambda: bool(daemons.events(job_id, "records_lost")), "that records are lost")
     (restored,) = daemons.events(job_id, "restored")
     assert restored["step"] == step

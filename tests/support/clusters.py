@@ -14,6 +14,9 @@ PATIENT = (
     "--master-flag=--stand-by-s=2",
 )
 
+#: For masters that shall soon give up records which nobody has.
+FORGETFUL = "--records-wait-s=5"
+
 
 def job(text: str, name: str = "job", **changes: object) -> dict[str, object]:
     """A small job that goes on until it is cancelled. `changes`: of its keys."""
