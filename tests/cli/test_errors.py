@@ -52,6 +52,7 @@ def test_a_master_that_hangs_is_given_up_long_before_grpc_would(verb: tuple[str,
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         line = refused(run(*verb, "--master", address, timeout_s=40), 4)
+    assert address in line
     assert "does not answer like an Oobleck master" in line
 
 

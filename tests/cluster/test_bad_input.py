@@ -95,14 +95,6 @@ def make_mistakes(cluster: LocalCluster, text: str, tmp_path: Path) -> None:
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" + bytes(range(256)) * 64)
 
 
-def test_master_that_does_not_answer() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        address = f"127.0.0.1:{silent.getsockname()[1]}"
-        done = run("oobleck", "nodes", "--master", address)
-    assert done.returncode == 4
-    assert address in one_line(done)
-
-
 def test_local_refuses_more_workers_than_sense() -> None:
     done = run("oobleck", "local", "--nodes", "100000", "--listen", "127.0.0.1:0")
     assert done.returncode == 2

@@ -278,6 +278,8 @@ def test_what_is_no_profile_file_is_refused_at_once(job_file: JobFile, tmp_path:
         assert line.startswith(f"oobleck: --profile {path}: {problem}; give a profile file, as ")
         if path.endswith("absent"):
             continue  # tests/cli/planning/test_profile.py
+        if path.endswith("pipe"):
+            continue  # it is waited for in the same place, for another 5 s
         job = job_file(extra=f"profile: {path}\n")
         line = refused(run("plan", str(job), "--nodes", "2"), 2)
         assert line == (
