@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
 NODES = ("n1", "n2", "n3")
 EVERY = 20
-#: So far apart that the head is gone before the first.
+#: Steps between checkpoints of the job whose head is killed before the first one.
 RARELY = 60
 
 

@@ -15,7 +15,7 @@ PATIENT = (
     "--master-flag=--stand-by-s=2",
 )
 
-#: For masters that shall soon give up records which nobody has.
+#: Flag of a master that waits 5 s, not a minute, for records that nobody has.
 FORGETFUL = "--records-wait-s=5"
 
 
