@@ -23,9 +23,8 @@ from oobleck.core.job.families import FAMILIES, Kind, encode_config
 from oobleck.core.job.model import ModelSpec, OwnModelSpec
 from oobleck.worker.data.objective import inputs_and_targets, loss
 from oobleck.worker.models import own
-from oobleck.worker.models.initial import initialise_parameters
-from oobleck.worker.models.linear import split_linear
-from oobleck.worker.models.registry import build_layer
+from oobleck.worker.models.base import split_linear
+from oobleck.worker.models.registry import build_layer, initialise_parameters
 from oobleck.worker.runtime import code
 from oobleck.worker.runtime.random import RowKeys
 

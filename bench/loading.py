@@ -20,9 +20,8 @@ import torch
 from oobleck.core.job.code import NO_ARGUMENTS, Code
 from oobleck.core.job.spec import DataSpec, TrainingSpec
 from oobleck.worker.data.dataset import Dataset, row_digest
-from oobleck.worker.data.loaders import Loaders
-from oobleck.worker.data.own import OwnDataset
-from oobleck.worker.data.prefetch import Prefetcher
+from oobleck.worker.data.opening import Prefetcher
+from oobleck.worker.data.own import Loaders, OwnDataset
 
 LENGTH, ROWS, MICROBATCH = 2048, 64, 4
 FILE_BYTES = 1 << 28

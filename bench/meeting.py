@@ -36,12 +36,17 @@ from oobleck.worker.recovery.rejoin import Held, RecoveryState, agree
 from oobleck.worker.step.salvage import Attempt
 from oobleck.worker.transport.connect import Announced
 from oobleck.worker.transport.linked import LinkTransport
-from oobleck.worker.transport.links.card import Card
+from oobleck.worker.transport.links.calls import Card
 from oobleck.worker.transport.links.hub import Links
 from oobleck.worker.transport.links.link import Link, Outgoing
 from oobleck.worker.transport.links.wire import HEADER, LEAVING, Kind, Label
-from oobleck.worker.transport.tree import MOST_MESHED, ring_neighbours, tree_neighbours
-from oobleck.worker.transport.words import joined, parts
+from oobleck.worker.transport.tree import (
+    MOST_MESHED,
+    joined,
+    parts,
+    ring_neighbours,
+    tree_neighbours,
+)
 
 HOST = "127.0.0.1"
 SECRET = b"s" * 32

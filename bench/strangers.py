@@ -26,7 +26,7 @@ from multiprocessing.sharedctypes import Synchronized
 from oobleck.host.system.process import allow_open_files
 from oobleck.worker.runtime.errors import TransportError
 from oobleck.worker.transport.linked import LinkTransport
-from oobleck.worker.transport.links.card import Card
+from oobleck.worker.transport.links.calls import Card
 from oobleck.worker.transport.links.hub import Links
 
 HOST = "127.0.0.1"

@@ -20,7 +20,7 @@ import torch
 from torch._C._distributed_c10d import AllreduceOptions, ProcessGroupGloo, TCPStore
 
 from oobleck.worker.transport.linked import LinkTransport
-from oobleck.worker.transport.links.card import Card
+from oobleck.worker.transport.links.calls import Card
 from oobleck.worker.transport.links.hub import Links
 
 SIZES = (64, 4 << 10, 64 << 10, 1 << 20, 4 << 20, 64 << 20)

@@ -4,11 +4,9 @@ from dataclasses import dataclass
 
 from oobleck.core.ids import JobId, WorkerId
 from oobleck.core.job.spec import JobSpec
-from oobleck.worker.runtime.control import Control
-from oobleck.worker.runtime.faults import FaultInjector
+from oobleck.worker.runtime.control import Control, FaultInjector
 from oobleck.worker.runtime.records import RecordLog
-from oobleck.worker.runtime.stopwatch import Stopwatch
-from oobleck.worker.runtime.timeline import Timeline
+from oobleck.worker.runtime.timeline import Stopwatch, Timeline
 from oobleck.worker.state.model_state import ModelState
 from oobleck.worker.state.progress import TrainingProgress
 from oobleck.worker.transport.connect import Connector

@@ -20,8 +20,7 @@ from oobleck.core.job.spec import DataSpec, JobSpec, TrainingSpec
 from oobleck.core.units import format_bytes
 from oobleck.planner.profile.machine import GPUS, machine_of
 from oobleck.worker.data.objective import loss
-from oobleck.worker.models.initial import initialise_parameters
-from oobleck.worker.models.registry import build_layer
+from oobleck.worker.models.registry import build_layer, initialise_parameters
 from oobleck.worker.runtime.random import RowKeys
 from oobleck.worker.state.model_state import ModelState
 from oobleck.worker.step.stage import StageRunner

@@ -17,18 +17,12 @@ from oobleck.worker.context import WorkerContext
 from oobleck.worker.runtime.errors import CalledOff, Superseded, TransportError, Unreached
 from oobleck.worker.transport.connect import NO_WIRING, Moving, Wiring, wiring_of
 from oobleck.worker.transport.linked import LinkTransport
-from oobleck.worker.transport.links.card import Card
+from oobleck.worker.transport.links.calls import Card
 from oobleck.worker.transport.meeting import epoch_of, secret_of
 from oobleck.worker.transport.transport import Transport
-from oobleck.worker.transport.tree import HANDS
-from oobleck.worker.transport.words import joined, parts
+from oobleck.worker.transport.tree import HANDS, joined, parts
 
 log = logging.getLogger(__name__)
-
-
-def meeting_of(assign: Assign) -> tuple[int, bytes]:
-    """Return the epoch and the secret with which the plan's workers meet."""
-    return epoch_of(assign.plan.generation, 1), secret_of(assign.rendezvous.prefix)
 
 
 def handover_members(assign: Assign) -> tuple[WorkerId, ...]:

@@ -16,17 +16,15 @@ from oobleck.worker.checkpoint.location import check_place
 from oobleck.worker.checkpoint.output import check_writable
 from oobleck.worker.context import WorkerContext
 from oobleck.worker.data.opening import Data, HeldOut, open_dataset, start_loaders
-from oobleck.worker.models.initial import check_weights
 from oobleck.worker.models.own import check_code
+from oobleck.worker.models.registry import check_weights
 from oobleck.worker.profiling.preflight import on_this_node, preflight
 from oobleck.worker.runtime import code
-from oobleck.worker.runtime.control import Control
+from oobleck.worker.runtime.control import Control, FaultInjector
 from oobleck.worker.runtime.device import clock_of
 from oobleck.worker.runtime.errors import NodeError
-from oobleck.worker.runtime.faults import FaultInjector
-from oobleck.worker.runtime.stopwatch import Stopwatch
-from oobleck.worker.runtime.timeline import Timeline
-from oobleck.worker.state import own_optimizer, precision
+from oobleck.worker.runtime.timeline import Stopwatch, Timeline
+from oobleck.worker.state import optimizer, precision
 from oobleck.worker.state.layout import check_no_decay
 from oobleck.worker.state.model_state import ModelState
 from oobleck.worker.state.progress import TrainingProgress
@@ -53,7 +51,7 @@ def start(launch: Launch, control: Control) -> tuple[WorkerContext, Data]:
     alike = connector.device.type == "cpu" and launch.worker.slot > 0
     with on_this_node(job, control, launch.ready_by):
         check_code(job)
-        own_optimizer.check(job.training.optimizer)
+        optimizer.check(job.training.optimizer)
         evaluation = job.evaluation
         share = (evaluation.fraction or 0.0) if evaluation else 0.0
         dataset = open_dataset(job, job.data, loaders, held_out=share)

@@ -46,7 +46,7 @@ from oobleck.worker.models.compiled import load_compiler
 from oobleck.worker.runtime.code import end_process, mark_in
 from oobleck.worker.runtime.control import Control
 from oobleck.worker.runtime.memory import keep_freed_memory
-from oobleck.worker.state import own_optimizer
+from oobleck.worker.state import optimizer
 
 log = logging.getLogger(__name__)
 
@@ -139,7 +139,7 @@ class ForkServer:
         load_for(fork.kind)
         if fork.compiles and load_compiler():
             keep_pages()
-        if fork.optimizes and own_optimizer.load():
+        if fork.optimizes and optimizer.load():
             keep_pages()
         answer: Forked | ForkFailed
         try:

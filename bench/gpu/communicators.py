@@ -24,8 +24,7 @@ from oobleck.worker.doctor import tokens
 from oobleck.worker.runtime.random import RowKeys
 from oobleck.worker.state.model_state import ModelState
 from oobleck.worker.step.stage import StageRunner
-from oobleck.worker.transport.nccl.aborts import Aborts
-from oobleck.worker.transport.nccl.group import GroupMaker, Identifiers, ProcessGroup
+from oobleck.worker.transport.nccl.group import Aborts, GroupMaker, Identifiers, ProcessGroup
 
 Kind = Literal["send", "receive", "sum"]
 #: Operations under way at once, from the first process's side.

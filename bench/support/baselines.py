@@ -35,8 +35,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bench.support.turns import Turn, footprint
 from oobleck.core.job.spec import JobSpec
-from oobleck.worker.models.initial import initialise_parameters
-from oobleck.worker.models.registry import build_layer
+from oobleck.worker.models.registry import build_layer, initialise_parameters
 from oobleck.worker.runtime.random import RowKeys
 
 Kind = Literal[

@@ -114,7 +114,7 @@ def test_a_thread_that_hangs_is_found_out_and_told_where(cluster: LocalCluster, 
     assert cause["kind"] == "hang"
     assert "its training thread hangs" in cause["reason"]
     logs = cluster.oobleck("logs", job_id, "--node", "n2").stdout
-    assert "worker/runtime/faults.py" in logs.replace("oobleck/worker", "worker"), logs[-3000:]
+    assert "worker/runtime/control.py" in logs.replace("oobleck/worker", "worker"), logs[-3000:]
 
 
 def test_where_all_wait_for_each_other_they_meet_anew(cluster: LocalCluster, text: str) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 from bench.support.cluster import LocalCluster
 from bench.support.preloaded import Preloaded
 from oobleck.model import initial
-from oobleck.worker.data.order import Order
+from oobleck.worker.data.objective import Order
 from support import own_models
 from support.clusters import PATIENT
 from support.folders import ROOT

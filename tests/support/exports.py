@@ -20,7 +20,7 @@ from oobleck.worker.checkpoint.snapshots import Ring, Snapshots
 from oobleck.worker.checkpoint.writer import CheckpointWriter, Order
 from oobleck.worker.models.checks.describe import describe
 from oobleck.worker.models.huggingface.architecture import Architecture
-from oobleck.worker.models.initial import check_weights
+from oobleck.worker.models.registry import check_weights
 from oobleck.worker.runtime.random import RowKeys
 from oobleck.worker.state.model_state import ModelState
 from support.recorded import recorded

@@ -5,7 +5,7 @@ import transformers
 from torch import nn
 
 from oobleck.model import initial
-from oobleck.worker.data.order import Order
+from oobleck.worker.data.objective import Order
 from oobleck.worker.models.huggingface.causal_lm import causal_lm, foreign_names
 from support.labelled_models import CONFIG, LENGTH, NAME, Sentences
 from support.plain_loop import BATCH, RATE, SEED

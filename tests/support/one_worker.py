@@ -14,12 +14,10 @@ from oobleck.planner.programs.compiler.own import compile_own
 from oobleck.worker.checkpoint.saver import Saver
 from oobleck.worker.context import WorkerContext
 from oobleck.worker.data.dataset import Dataset
-from oobleck.worker.data.prefetch import Prefetcher
+from oobleck.worker.data.opening import Prefetcher
 from oobleck.worker.preparation.preparing import Preparing
-from oobleck.worker.runtime.control import Control
-from oobleck.worker.runtime.faults import FaultInjector
-from oobleck.worker.runtime.stopwatch import Stopwatch
-from oobleck.worker.runtime.timeline import Timeline
+from oobleck.worker.runtime.control import Control, FaultInjector
+from oobleck.worker.runtime.timeline import Stopwatch, Timeline
 from oobleck.worker.state.model_state import ModelState
 from oobleck.worker.state.progress import TrainingProgress
 from oobleck.worker.step.executor import Executor

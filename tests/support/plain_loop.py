@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from oobleck.model import Model, initial, seed_all
-from oobleck.worker.data.order import Order
+from oobleck.worker.data.objective import Order
 
 BATCH, MICROBATCH, STEPS, RATE, SEED = 16, 2, 14, 1.0e-3, 7
 

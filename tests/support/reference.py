@@ -24,8 +24,7 @@ from oobleck.core.job.spec import JobSpec
 from oobleck.worker.data.dataset import Dataset, row_digest, samples_digest
 from oobleck.worker.data.objective import IGNORED, inputs_and_targets
 from oobleck.worker.models.base import Layer
-from oobleck.worker.models.initial import initialise_parameters
-from oobleck.worker.models.registry import build_layer
+from oobleck.worker.models.registry import build_layer, initialise_parameters
 from oobleck.worker.runtime.random import RowKeys
 
 

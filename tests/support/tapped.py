@@ -4,7 +4,7 @@ that is not to be trusted would be."""
 import contextlib
 from collections.abc import Iterator, Mapping
 
-from oobleck.worker.transport.links.card import Card
+from oobleck.worker.transport.links.calls import Card
 from support.diverted import TAP, calls_diverted
 from support.proxy import Passes, Proxy
 

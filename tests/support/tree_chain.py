@@ -17,12 +17,11 @@ from oobleck.core.job.code import Json
 from oobleck.core.job.description import Description, LayerSketch, TensorSketch, TreeSketch
 from oobleck.core.job.model import OwnModelSpec
 from oobleck.core.job.spec import DataSpec, JobSpec, TrainingSpec
-from oobleck.worker.models.base import Layer
-from oobleck.worker.models.linear import Linear
+from oobleck.worker.models.base import Layer, Linear
 from oobleck.worker.models.tree import flatten, map_tensors, structure
 from oobleck.worker.runtime.random import RowKeys
+from oobleck.worker.step.mailbox import wire
 from oobleck.worker.step.stage import StageRunner
-from oobleck.worker.step.wire import wire
 
 CPU = torch.device("cpu")
 ROWS, LENGTH, WIDTH, WORDS = 3, 4, 6, 11

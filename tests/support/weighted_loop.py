@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from oobleck.model import initial
-from oobleck.worker.data.order import Order
+from oobleck.worker.data.objective import Order
 from support import weighted_models
 from support.weighted_models import BATCH, IGNORED, SEED, SHARES, Tagged
 

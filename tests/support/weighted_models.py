@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from oobleck.model import Model
-from oobleck.worker.data.order import Order
+from oobleck.worker.data.objective import Order
 
 WIDTH, WORDS, TAGS, LENGTH = 8, 20, 5, 6
 #: Of words without a tag.

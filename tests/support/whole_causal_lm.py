@@ -7,7 +7,7 @@ import torch
 import transformers
 
 from oobleck.model import initial
-from oobleck.worker.data.order import Order
+from oobleck.worker.data.objective import Order
 from oobleck.worker.models.huggingface.causal_lm import causal_lm, foreign_names
 from support.plain_loop import BATCH, RATE, SEED
 

@@ -41,11 +41,11 @@ import torch
 from oobleck.core.job.model import ModelSpec
 from oobleck.core.job.spec import DataSpec, JobSpec, TrainingSpec
 from oobleck.core.job.optimization import OptimizerSpec
-from oobleck.worker.models.initial import initialise_parameters
+from oobleck.worker.models.registry import initialise_parameters
 from oobleck.worker.models.registry import build_layer
 from oobleck.worker.state import own_optimizer
 from oobleck.worker.state.optimizer import update
-from oobleck.worker.state.slices import Slice
+from oobleck.worker.state.optimizer import Slice
 from oobleck.worker.runtime.random import RowKeys
 spec = ModelSpec(layers=1, hidden=8, heads=2, sequence_length=4, dropout=0.1)
 x = torch.zeros((2, 4), dtype=torch.long)

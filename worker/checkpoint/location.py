@@ -21,8 +21,7 @@ from oobleck.host.storage.checkpoints import StoredCheckpoint, list_checkpoints
 from oobleck.host.storage.folder import Folder, open_folder
 from oobleck.worker.context import WorkerContext
 from oobleck.worker.runtime.errors import JobError, NodeError, TransportError
-from oobleck.worker.transport.tell_all import tell_all
-from oobleck.worker.transport.transport import Transport
+from oobleck.worker.transport.transport import Transport, tell_all
 
 #: - unseen: files that another worker sees do not appear here.
 #: - unreadable: this node cannot read or write the place.

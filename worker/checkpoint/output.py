@@ -1,8 +1,8 @@
 """Final weights on disk: one safetensors file per layer, and a manifest that names them.
 
-
 One holder of each layer writes it. The manifest is written last, so it proves that the set is
 complete. A failed write is retried for a minute, because the result may exist nowhere else.
+Also collects whole layers from the shares of a stage.
 """
 
 import contextlib
@@ -16,14 +16,16 @@ from pathlib import Path
 import msgspec
 import torch
 from safetensors.numpy import save
+from torch import Tensor
 
 from oobleck.core.checkpoint import MANIFEST, RECORDS, RecordsFile, layer_file
 from oobleck.core.codec import encode
-from oobleck.core.ids import Generation
+from oobleck.core.ids import Generation, WorkerId
 from oobleck.core.job.model import AnyModel
 from oobleck.core.job.spec import JobSpec
 from oobleck.core.messages import SaveFailed
 from oobleck.core.plan import Plan
+from oobleck.core.routes import Shard
 from oobleck.host.storage.folder import LocalFolder
 from oobleck.worker.context import WorkerContext
 from oobleck.worker.runtime import pulse
@@ -31,7 +33,6 @@ from oobleck.worker.runtime.control import Control
 from oobleck.worker.runtime.errors import JobError
 from oobleck.worker.runtime.records import describe_file
 from oobleck.worker.state.model_state import ModelState
-from oobleck.worker.transport.collect import collect
 from oobleck.worker.transport.transport import Transport
 
 log = logging.getLogger(__name__)
@@ -159,3 +160,66 @@ def _write(directory: str | Path, name: str, content: bytes) -> None:
         LocalFolder(directory).write(name, [content])
     except OSError as error:
         raise _unwritable(directory, error) from error
+
+
+# ---- Assembly of whole layers from the shares of a stage's workers, to be written once per
+# layer.
+#
+# Owns the messages, which are those of one stage.
+
+
+#: Tags of a layer's shares, beyond those of all others.
+_FIRST_TAG = 1 << 30
+
+
+#: Copies rows of the first tensor into the second one, which is in host memory.
+Copy = Callable[[Tensor, Tensor], None]
+
+
+def _copy(source: Tensor, into: Tensor) -> None:
+    into.copy_(source)
+
+
+def collect(
+    state: ModelState,
+    layer: int,
+    transport: Transport,
+    plan: Plan,
+    *,
+    worker: WorkerId,
+    writer: WorkerId,
+    copy: Copy = _copy,
+) -> Tensor | None:
+    """Return the whole state of `layer` (1 + moments, n) in host memory on `writer`, which holds it
+    or a share of it; None on all others.
+
+    `copy` puts rows of a tensor into host memory. All workers that share the layer with the writer
+    call this for the same layers in the same order. Raises TransportError.
+    """
+    members = plan.hold_of(writer, layer).workers
+    if worker not in members:
+        return None
+    if len(members) == 1:
+        return state.snapshot(layer)
+    tag = _FIRST_TAG + layer
+    if worker != writer:
+        transport.send(state.layers[layer].storage, plan.workers.index(writer), tag).wait()
+        transport.complete()
+        return None
+    own = state.layers[layer]
+    cuts = [own.layout.shard(Shard(layer, part, len(members))) for part in range(len(members))]
+    pieces, pending = [], []
+    for member, (tied, rest) in zip(members, cuts, strict=True):
+        piece = own.storage
+        if member != worker:
+            piece = piece.new_empty(len(piece), len(tied) + len(rest))
+            pending.append(transport.receive(piece, plan.workers.index(member), tag))
+        pieces.append(piece)
+    for operation in pending:
+        operation.wait()
+    transport.complete()
+    whole = torch.zeros(len(own.storage), own.layout.size, dtype=own.storage.dtype)
+    for (tied, rest), piece in zip(cuts, pieces, strict=True):
+        copy(piece[:, : len(tied)], whole[:, tied.start : tied.stop])
+        copy(piece[:, len(tied) :], whole[:, rest.start : rest.stop])
+    return whole

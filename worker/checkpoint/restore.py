@@ -34,8 +34,7 @@ from oobleck.worker.checkpoint.location import (
 )
 from oobleck.worker.context import WorkerContext
 from oobleck.worker.runtime.records import Records, read_lines
-from oobleck.worker.state.layer_file import unpack
-from oobleck.worker.state.layout import layout
+from oobleck.worker.state.layout import layout, unpack
 from oobleck.worker.state.precision import state_dtype
 from oobleck.worker.state.progress import Missed
 from oobleck.worker.transport.transport import Transport

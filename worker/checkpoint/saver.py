@@ -22,6 +22,7 @@ from oobleck.core.messages import Assign
 from oobleck.host.storage.folder import open_folder
 from oobleck.planner.programs.balance import writers
 from oobleck.planner.recovery.reconfigure import can_lose
+from oobleck.worker.checkpoint.output import collect
 from oobleck.worker.checkpoint.snapshots import Ring, Snapshots
 from oobleck.worker.checkpoint.writer import CheckpointWriter, Order
 from oobleck.worker.context import WorkerContext
@@ -29,7 +30,6 @@ from oobleck.worker.runtime import pulse
 from oobleck.worker.runtime.errors import JobError, TransportError
 from oobleck.worker.state.layout import layer_sizes
 from oobleck.worker.step import vote
-from oobleck.worker.transport.collect import collect
 from oobleck.worker.transport.transport import Transport
 
 log = logging.getLogger(__name__)

@@ -36,8 +36,7 @@ from oobleck.host.storage.checkpoints import prune, sweep
 from oobleck.host.storage.folder import CHUNK_BYTES, Content, Folder
 from oobleck.worker.checkpoint.snapshots import Snapshots
 from oobleck.worker.runtime.records import RecordLog, describe_file
-from oobleck.worker.state.layer_file import pack
-from oobleck.worker.state.layout import layout
+from oobleck.worker.state.layout import layout, pack
 from oobleck.worker.state.progress import Missed
 
 log = logging.getLogger(__name__)

@@ -1,23 +1,25 @@
-"""Data sets of a job on this node: their opening, and the samples held out for evaluations.
+"""Data sets of a job on this node: their opening, samples held out, and reading a step ahead.
 
 A data set is windows of tokens, or the result of a function of the user's. Held-out samples are
 always the same ones, and never trained on. Must not know plans, programs or the model.
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
 
 from oobleck.core.job.model import ModelSpec, OwnModelSpec
-from oobleck.core.job.spec import DataSpec, EvaluationSpec, JobSpec
-from oobleck.worker.data.dataset import Dataset, Tokens
-from oobleck.worker.data.loaders import Loaders
+from oobleck.core.job.spec import DataSpec, EvaluationSpec, JobSpec, TrainingSpec
+from oobleck.host.data.token_file import DataError
+from oobleck.worker.data.dataset import Dataset, Tokens, row_digest
 from oobleck.worker.data.objective import inputs_and_targets
-from oobleck.worker.data.own import OwnDataset
+from oobleck.worker.data.own import Loaders, OwnDataset
 from oobleck.worker.data.samples import Samples
 from oobleck.worker.models.tree import Tree
+from oobleck.worker.runtime import pulse
 from oobleck.worker.runtime.random import RowKeys
 
 DATA, EVALUATION = "data", "evaluation.data"
@@ -132,3 +134,72 @@ class Data:
     def fingerprint(self) -> bytes:
         """32 bytes, equal on nodes with equal data for training and evaluation."""
         return self.held_out.fingerprint if self.held_out else self.dataset.fingerprint
+
+
+# ---- Reader of rows and their digests, a step ahead, in a thread, while the worker computes.
+#
+# Rows are a function of (seed, step, positions), so prefetched rows stay valid when the plan
+# changes. With loader processes, several threads wait for them. Threads die with the process.
+# Must not know programs, stages or plans.
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """Micro-batch that has been loaded."""
+
+    #: Positions in the global batch, one per row.
+    positions: range
+    #: (micro-batch, sequence_length + 1), or samples of the user's data set.
+    rows: Tokens | Samples
+    digests: tuple[bytes, ...]
+
+
+class Prefetcher:
+    """Prefetched rows of one job for one worker, across generations."""
+
+    def __init__(
+        self, dataset: Dataset | OwnDataset, training: TrainingSpec, threads: int = 1
+    ) -> None:
+        """Start the threads.
+
+        `threads`: more than one only if the data set may be read concurrently.
+        """
+        self._dataset = dataset
+        self._training = training
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="prefetch")
+        #: Rows that are loading or loaded, by step and micro-batch.
+        self._loads: dict[tuple[int, int], Future[Loaded]] = {}
+
+    def begin(self, step: int, microbatches: Iterable[int], following: Iterable[int]) -> None:
+        """Read `microbatches` of `step`, in this order, then `following` of the next step."""
+        wanted = [(step, m) for m in microbatches]
+        if step < self._training.steps:
+            wanted += [(step + 1, m) for m in following]
+        for key in self._loads.keys() - set(wanted):
+            self._loads.pop(key).cancel()
+        for key in wanted:
+            if key not in self._loads:
+                self._loads[key] = self._threads.submit(self._load, *key)
+
+    def take(self, step: int, microbatch: int) -> Loaded:
+        """Return rows that `begin` has requested; they stay until it is called for a later step.
+
+        Raise DataError if they cannot be read.
+        """
+        try:
+            with pulse.FILES:
+                return self._loads[step, microbatch].result()
+        except DataError as error:
+            raise DataError(f"{error} (step {step})") from error
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=True, cancel_futures=True)
+
+    def _load(self, step: int, microbatch: int) -> Loaded:
+        size = self._training.microbatch
+        positions = range(microbatch * size, (microbatch + 1) * size)
+        seed, global_batch = self._training.seed, self._training.global_batch
+        rows = self._dataset.rows(seed, step, positions, global_batch)
+        if isinstance(rows, Samples):
+            return Loaded(positions, rows, rows.digests)
+        return Loaded(positions, rows, tuple(map(row_digest, rows)))

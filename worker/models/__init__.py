@@ -2,5 +2,5 @@
 
 Layer 0 is the embedding, the last one the head, between them the blocks. Owns what a layer computes
 and its initial weights; knows nothing of stages, flat state or plans. `registry` builds a layer of
-any model, `initial` gives it its weights.
+any model and gives it its weights.
 """

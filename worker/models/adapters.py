@@ -36,8 +36,16 @@ from transformers.pytorch_utils import Conv1D
 
 from oobleck.core.job.families import Kind, decode_config, family_of
 from oobleck.core.job.model import ModelSpec
-from oobleck.worker.models.base import Dropout, Family, Layer, draw_parameters, drop, drops
-from oobleck.worker.models.linear import Linear, TransposedLinear
+from oobleck.worker.models.base import (
+    Dropout,
+    Family,
+    Layer,
+    Linear,
+    TransposedLinear,
+    draw_parameters,
+    drop,
+    drops,
+)
 from oobleck.worker.models.tree import cached
 from oobleck.worker.runtime.errors import JobError
 

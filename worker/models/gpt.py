@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from oobleck.core.job.model import ModelSpec
-from oobleck.worker.models.base import Dropout, Family, Layer, draw_parameters
-from oobleck.worker.models.linear import Linear
+from oobleck.worker.models.base import Dropout, Family, Layer, Linear, draw_parameters
 
 #: Standard deviation of initial weights (GPT-2).
 INITIAL_DEVIATION = 0.02

@@ -24,9 +24,8 @@ from oobleck.core.job.code import Code
 from oobleck.core.job.model import OwnModelSpec
 from oobleck.core.job.spec import JobSpec
 from oobleck.model import FUNCTION, GENERATOR, Model, drawing, seed_all
-from oobleck.worker.models.base import Layer, RowLosses
+from oobleck.worker.models.base import Layer, RowLosses, is_hooked, split_linear
 from oobleck.worker.models.compiled import run_compiled
-from oobleck.worker.models.linear import is_hooked, split_linear
 from oobleck.worker.models.tree import Tree, cached, flatten, shown
 from oobleck.worker.runtime import code
 from oobleck.worker.runtime.errors import JobError, NodeError

@@ -21,17 +21,16 @@ from oobleck.core.plan import Plan
 from oobleck.planner.programs.compiler.own import OwnProgram
 from oobleck.planner.programs.transfer import Transfer, plan_transfers
 from oobleck.worker.context import WorkerContext
-from oobleck.worker.membership import meeting_of
-from oobleck.worker.preparation.items import ACKNOWLEDGED, REFUSED, Over
 from oobleck.worker.preparation.sink import Sink
-from oobleck.worker.preparation.source import Source
+from oobleck.worker.preparation.source import ACKNOWLEDGED, REFUSED, Over, Source
 from oobleck.worker.state.layout import layer_sizes
 from oobleck.worker.state.progress import Omissions
 from oobleck.worker.transport.connect import wiring_of
 from oobleck.worker.transport.linked import LinkTransport
-from oobleck.worker.transport.links.card import Card
+from oobleck.worker.transport.links.calls import Card
 from oobleck.worker.transport.links.link import Incoming
 from oobleck.worker.transport.links.wire import Label
+from oobleck.worker.transport.meeting import epoch_of, secret_of
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +62,8 @@ class _Coming:
     def __init__(self, context: WorkerContext, assign: Assign, present: Plan | None) -> None:
         """Begin with `assign`. `present`: the plan that it replaces; None: there is none."""
         self.plan = assign.plan
-        self.epoch, self._secret = meeting_of(assign)
+        self.epoch = epoch_of(assign.plan.generation, 1)
+        self._secret = secret_of(assign.rendezvous.prefix)
         #: This worker's program; None until it is compiled, or if the worker is not in the plan.
         self.own: OwnProgram | None = None
         self._context = context

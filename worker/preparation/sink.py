@@ -19,7 +19,7 @@ import torch
 
 from oobleck.core.job.spec import TrainingSpec
 from oobleck.core.routes import Shard
-from oobleck.worker.preparation.items import (
+from oobleck.worker.preparation.source import (
     ACKNOWLEDGED,
     NUMBERS,
     REFUSED,
@@ -35,10 +35,9 @@ from oobleck.worker.preparation.items import (
 from oobleck.worker.runtime.errors import TransportError
 from oobleck.worker.state.layer_state import LayerState
 from oobleck.worker.state.model_state import ModelState
-from oobleck.worker.state.optimizer import update
+from oobleck.worker.state.optimizer import Slice, update
 from oobleck.worker.state.precision import state_dtype
 from oobleck.worker.state.progress import Omissions
-from oobleck.worker.state.slices import Slice
 from oobleck.worker.transport.links.hub import Feeding, Links
 from oobleck.worker.transport.links.link import Incoming
 from oobleck.worker.transport.links.wire import Label, bytes_of

@@ -27,7 +27,7 @@ from oobleck.worker.profiling.measure_layers import Check, measure_alone, measur
 from oobleck.worker.runtime.errors import JobError, Superseded, TransportError
 from oobleck.worker.transport.connect import Wiring
 from oobleck.worker.transport.linked import LinkTransport
-from oobleck.worker.transport.links.card import Card
+from oobleck.worker.transport.links.calls import Card
 from oobleck.worker.transport.meeting import epoch_of, secret_of
 from oobleck.worker.transport.transport import Transport
 

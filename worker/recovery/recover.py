@@ -2,7 +2,7 @@
 
 All announce their recovery states as they meet, and compute the same agreement (`rejoin`). Then a
 worker applies a step that others have committed, determines which parts of the interrupted step
-count, and fetches the layers that it lacks (`transfer`). If no worker has a layer, all go back to a
+count, and fetches the layers that it lacks (`rejoin`). If no worker has a layer, all go back to a
 checkpoint (`restore`). Must not know how training continues.
 """
 
@@ -22,8 +22,15 @@ from oobleck.host.data.token_file import DataError
 from oobleck.worker.checkpoint.restore import restore
 from oobleck.worker.context import WorkerContext
 from oobleck.worker.membership import handover_members
-from oobleck.worker.recovery.rejoin import Agreement, Held, RecoveryState, agree, is_whole
-from oobleck.worker.recovery.transfer import fetch_layers, transfers_to
+from oobleck.worker.recovery.rejoin import (
+    Agreement,
+    Held,
+    RecoveryState,
+    agree,
+    fetch_layers,
+    is_whole,
+    transfers_to,
+)
 from oobleck.worker.runtime import pulse
 from oobleck.worker.runtime.errors import LayersGone, TransportError
 from oobleck.worker.runtime.records import Records
@@ -31,11 +38,11 @@ from oobleck.worker.state.layer_state import LayerState
 from oobleck.worker.state.layout import layer_sizes
 from oobleck.worker.state.progress import Missed, Omissions, Position, parameters_of
 from oobleck.worker.step import vote
-from oobleck.worker.step.commit import commit, make_record
 from oobleck.worker.step.salvage import NO_ATTEMPT, Attempt, Contribution, Salvage, plan_salvage
+from oobleck.worker.step.vote import commit, make_record
 from oobleck.worker.transport.connect import Moving
 from oobleck.worker.transport.transport import Transport
-from oobleck.worker.transport.words import joined, parts
+from oobleck.worker.transport.tree import joined, parts
 
 log = logging.getLogger(__name__)
 

@@ -21,9 +21,7 @@ from oobleck.core.job.optimization import OptimizerSketch, OptimizerSpec, Schedu
 from oobleck.core.job.spec import TrainingSpec
 from oobleck.worker.runtime import code
 from oobleck.worker.runtime.errors import JobError
-from oobleck.worker.state import own_optimizer
-from oobleck.worker.state.optimizer import rates_of, update
-from oobleck.worker.state.slices import Slice
+from oobleck.worker.state.optimizer import Slice, make, rates_of, update
 
 #: More than the period of actions that some classes take every few steps.
 _STEPS = 12
@@ -139,7 +137,7 @@ class _Check:
         It is found by one update with zero gradients on zero weights.
         """
         parameter = nn.Parameter(torch.zeros(_SHAPES[0], dtype=torch.float64))
-        optimizer = own_optimizer.make(self.spec, [parameter])
+        optimizer = make(self.spec, [parameter])
         optimizer.param_groups[0]["lr"] = rate
         parameter.grad = torch.zeros_like(parameter)
         self._step(optimizer, "whose gradients are 0")
@@ -166,7 +164,7 @@ class _Check:
         groups: list[dict[str, Any]] = [{"params": [one]} for one in parameters]
         for group, decayed in zip(groups, (True, False), strict=True):
             group["weight_decay"] = self.spec.weight_decay if decayed else 0.0
-        optimizer = own_optimizer.make(self.spec, groups)
+        optimizer = make(self.spec, groups)
         if self.spec.weight_decay and "weight_decay" not in optimizer.defaults:
             self._refuse("takes no weight_decay; leave that out")
         self._check_closure(optimizer)

@@ -14,7 +14,7 @@ from oobleck.core.instructions import LayerPart
 from oobleck.core.routes import Shard
 from oobleck.worker.models.base import Layer
 from oobleck.worker.state.layout import Layout, Numbers
-from oobleck.worker.state.slices import Apart, Slice
+from oobleck.worker.state.optimizer import Apart, Slice
 
 
 @dataclass(slots=True, kw_only=True)

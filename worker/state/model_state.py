@@ -15,15 +15,18 @@ from oobleck.core.instructions import LayerPart
 from oobleck.core.job.spec import JobSpec
 from oobleck.core.routes import Shard
 from oobleck.worker.models.base import Layer
-from oobleck.worker.models.initial import initial_values, initialise_parameters
-from oobleck.worker.models.registry import build_layer, empty_layer
+from oobleck.worker.models.registry import (
+    build_layer,
+    empty_layer,
+    initial_values,
+    initialise_parameters,
+)
 from oobleck.worker.runtime.errors import InvariantViolation
 from oobleck.worker.state.layer_state import LayerState
 from oobleck.worker.state.layout import Layout, Numbers, layout, point_parameters
-from oobleck.worker.state.optimizer import update
+from oobleck.worker.state.optimizer import Apart, update
 from oobleck.worker.state.precision import state_dtype, weights_dtype
 from oobleck.worker.state.progress import NO_OMISSIONS, Omissions, Parameters, parameters_of
-from oobleck.worker.state.slices import Apart
 
 #: Numbers of a gradient that are copied at a time to compute the norm.
 _NORM_PIECE = 1 << 18

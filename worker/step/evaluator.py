@@ -24,8 +24,7 @@ from oobleck.worker.data.opening import HeldOut
 from oobleck.worker.runtime import pulse
 from oobleck.worker.runtime.random import RowKeys
 from oobleck.worker.step.hops import SPANS, Hops, Microbatches
-from oobleck.worker.transport.tell_all import tell_all
-from oobleck.worker.transport.transport import Transport
+from oobleck.worker.transport.transport import Transport, tell_all
 
 #: The samples are not those of a step.
 _NO_STEP = 0

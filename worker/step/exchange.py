@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from oobleck.core.routes import Shard
-from oobleck.worker.runtime.stopwatch import Stopwatch
-from oobleck.worker.runtime.timeline import Timeline
+from oobleck.worker.runtime.timeline import Stopwatch, Timeline
 from oobleck.worker.state.layer_state import LayerState
 from oobleck.worker.state.layout import point_gradients, point_parameters
 from oobleck.worker.state.model_state import ModelState

@@ -15,17 +15,17 @@ from oobleck.core.messages import ComputeTime, StepRecord
 from oobleck.core.plan import Plan
 from oobleck.planner.programs.compiler.own import OwnProgram
 from oobleck.worker.context import WorkerContext
-from oobleck.worker.data.prefetch import Prefetcher
+from oobleck.worker.data.opening import Prefetcher
 from oobleck.worker.preparation.preparing import Preparing
 from oobleck.worker.runtime import pulse
 from oobleck.worker.runtime.random import RowKeys
 from oobleck.worker.state.precision import sums_dtype
 from oobleck.worker.step import vote
-from oobleck.worker.step.commit import commit, make_record, scale_of
 from oobleck.worker.step.gradient_sums import GradientSums
 from oobleck.worker.step.hops import SPANS, Hops, Microbatches
 from oobleck.worker.step.mailbox import Mailbox
 from oobleck.worker.step.salvage import Salvage
+from oobleck.worker.step.vote import commit, make_record, scale_of
 from oobleck.worker.transport.transport import Transport
 
 #: Instructions that a device runs.

@@ -24,9 +24,8 @@ from oobleck.worker.models.tree import Tree
 from oobleck.worker.runtime.random import RowKeys
 from oobleck.worker.state.precision import sums_dtype
 from oobleck.worker.step.exchange import Exchange, StageExchange
-from oobleck.worker.step.mailbox import Mailbox, Receive, Send, joined
+from oobleck.worker.step.mailbox import Mailbox, Receive, Send, joined, wire
 from oobleck.worker.step.stage import OnLayer, StageRunner
-from oobleck.worker.step.wire import wire
 from oobleck.worker.transport.transport import Transport
 
 #: Names of instructions in a timeline.

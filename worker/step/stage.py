@@ -19,8 +19,7 @@ from oobleck.core.job.model import ModelSpec
 from oobleck.core.job.spec import JobSpec
 from oobleck.model import at_step
 from oobleck.worker.data.objective import loss
-from oobleck.worker.models.base import Layer
-from oobleck.worker.models.linear import DeferredGradients, deferring
+from oobleck.worker.models.base import DeferredGradients, Layer, deferring
 from oobleck.worker.models.tree import Tree, map_tensors
 from oobleck.worker.runtime.code import running
 from oobleck.worker.runtime.random import RowKeys
@@ -28,7 +27,7 @@ from oobleck.worker.runtime.timeline import Timeline
 from oobleck.worker.state.model_state import ModelState
 from oobleck.worker.state.precision import autocasts, stream_dtype
 from oobleck.worker.step.exchange import Added, Exchange
-from oobleck.worker.step.wire import Wire, wire
+from oobleck.worker.step.mailbox import Wire, wire
 
 # ---- Segment of a micro-batch that autograd runs at once: a layer, or several consecutive ones.
 #

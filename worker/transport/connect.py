@@ -29,11 +29,9 @@ from oobleck.planner.programs.transfer import Transfer
 from oobleck.worker.runtime.device import held_by_others, limit_allocator, nccl_version, open_device
 from oobleck.worker.runtime.errors import TransportError
 from oobleck.worker.transport.linked import LinkTransport
-from oobleck.worker.transport.nccl.aborts import Aborts
 from oobleck.worker.transport.nccl.communicator import Name
-from oobleck.worker.transport.nccl.communicators import Communicators, stamps_of
-from oobleck.worker.transport.nccl.connect import LIMIT_S, STATE_LIMIT_S
-from oobleck.worker.transport.nccl.group import GroupMaker, NcclMaker
+from oobleck.worker.transport.nccl.connect import LIMIT_S, STATE_LIMIT_S, Communicators, stamps_of
+from oobleck.worker.transport.nccl.group import Aborts, GroupMaker, NcclMaker
 from oobleck.worker.transport.nccl.transport import NcclTransport
 from oobleck.worker.transport.staged import StagedTransport
 from oobleck.worker.transport.transport import Transport

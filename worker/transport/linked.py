@@ -18,8 +18,7 @@ from oobleck.worker.transport.links.wire import Kind, Label, bytes_of, pieces
 from oobleck.worker.transport.meeting import Meeting, OnLost, nobody_asks
 from oobleck.worker.transport.sums import LinkSum, SpareBuffers
 from oobleck.worker.transport.transport import Group, Pending
-from oobleck.worker.transport.tree import place_of, sum_neighbours
-from oobleck.worker.transport.words import Words, entry, words_of_all
+from oobleck.worker.transport.tree import Words, entry, place_of, sum_neighbours, words_of_all
 
 #: Larger messages do not fit into the kernel's buffers, and are read while others compute.
 _LARGE_BYTES = 256 << 10

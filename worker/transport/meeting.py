@@ -18,12 +18,11 @@ from typing import NamedTuple
 from oobleck.core.ids import Generation
 from oobleck.worker.runtime.errors import CalledOff, Superseded, TransportError, Unreached
 from oobleck.worker.transport.links import greeting
-from oobleck.worker.transport.links.card import Card
+from oobleck.worker.transport.links.calls import Card
 from oobleck.worker.transport.links.hub import Links
 from oobleck.worker.transport.links.silence import NO_WAY
 from oobleck.worker.transport.links.wire import Kind, Label
-from oobleck.worker.transport.tree import place_of
-from oobleck.worker.transport.words import Words, entry, words_of_all
+from oobleck.worker.transport.tree import Words, entry, place_of, words_of_all
 
 _MEETING_BITS = 16
 #: Not the number of any gathering.

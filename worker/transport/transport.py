@@ -2,14 +2,17 @@
 
 A `Transport` lives for one generation: it is built at the rendezvous, aborted when the generation
 is over, and never repaired. `links`, `nccl` and `staged` implement it. Must not know programs,
-layers or plans.
+layers or plans, nor the meaning of messages.
 """
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
+
+from oobleck.core.codec import decode, encode
+from oobleck.worker.runtime.errors import TransportError
 
 #: Set of ranks, sorted.
 Group = tuple[int, ...]
@@ -92,3 +95,20 @@ class Transport(Protocol):
 
     def dispose(self) -> None:
         """Free the transport's resources; it is no longer used."""
+
+
+# ---- Exchange of one message from each worker to all others.
+
+
+T = TypeVar("T")
+
+
+def tell_all(transport: Transport, message: T, kind: type[T]) -> list[T]:
+    """Return the messages of all, by rank. Raises TransportError, also for an invalid message."""
+    told: list[T] = []
+    for rank, text in enumerate(transport.gather(encode(message))):
+        try:
+            told.append(decode(kind, text))
+        except ValueError as error:
+            raise TransportError(f"the message of rank {rank} is {error}") from error
+    return told

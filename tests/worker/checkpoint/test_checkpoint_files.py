@@ -50,8 +50,7 @@ from oobleck.host.storage.export import export
 from oobleck.host.storage.folder import Folder, LocalFolder, RemoteFolder, open_folder
 from oobleck.planner.programs.balance import writers
 from oobleck.worker.checkpoint.writer import CheckpointWriter, Order
-from oobleck.worker.state.layer_file import pack, unpack
-from oobleck.worker.state.layout import layout
+from oobleck.worker.state.layout import layout, pack, unpack
 from oobleck.worker.state.model_state import ModelState
 from support.exports import snapshots
 from support.plans import plan_of_cuts

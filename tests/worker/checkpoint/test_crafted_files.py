@@ -46,8 +46,7 @@ from oobleck.host.storage.weight_files import WeightsError, open_weights
 from oobleck.master.storage.ledger import read_profiles
 from oobleck.worker.data.dataset import Corpus
 from oobleck.worker.runtime.records import describe_file, read_lines
-from oobleck.worker.state.layer_file import pack, unpack
-from oobleck.worker.state.layout import layout
+from oobleck.worker.state.layout import layout, pack, unpack
 from support.families import family_model
 from support.recorded import recorded
 

@@ -9,11 +9,7 @@ import torch
 from safetensors import safe_open
 
 from oobleck.core.checkpoint import layer_file
-from oobleck.worker.checkpoint.output import (
-    check_writable,
-    write_layers,
-    write_manifest,
-)
+from oobleck.worker.checkpoint.output import check_writable, write_layers, write_manifest
 from oobleck.worker.runtime.errors import JobError
 from oobleck.worker.state.model_state import ModelState, StateError
 from support.outputs import read_manifest, read_output

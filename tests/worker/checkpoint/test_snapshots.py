@@ -13,8 +13,7 @@ from oobleck.host.storage.checkpoints import list_checkpoints, read_layer
 from oobleck.host.storage.folder import LocalFolder
 from oobleck.worker.checkpoint.snapshots import SLOT_BYTES, Ring, Snapshots
 from oobleck.worker.checkpoint.writer import CheckpointWriter, Order
-from oobleck.worker.state.layer_file import unpack
-from oobleck.worker.state.layout import layout
+from oobleck.worker.state.layout import layout, unpack
 from oobleck.worker.state.model_state import ModelState
 from support.recorded import recorded
 from support.waiting import until

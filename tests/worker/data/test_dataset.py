@@ -13,7 +13,7 @@ from oobleck.core.job.spec import DataSpec
 from oobleck.host.data.token_file import DataError
 from oobleck.host.ipc.channel import frame
 from oobleck.worker.data.dataset import Corpus, Dataset, row_digest, samples_digest
-from oobleck.worker.data.order import permute
+from oobleck.worker.data.objective import permute
 
 
 def write(path: Path, content: bytes) -> Path:

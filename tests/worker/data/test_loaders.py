@@ -20,10 +20,8 @@ from oobleck.core.codec import decode
 from oobleck.core.job.code import NO_ARGUMENTS, Code, Json
 from oobleck.core.job.spec import DataSpec, EvaluationSpec, JobSpec, TrainingSpec
 from oobleck.host.data.token_file import DataError
-from oobleck.worker.data.loaders import Loaders
-from oobleck.worker.data.opening import start_loaders
-from oobleck.worker.data.own import OwnDataset
-from oobleck.worker.data.prefetch import Prefetcher
+from oobleck.worker.data.opening import Prefetcher, start_loaders
+from oobleck.worker.data.own import Loaders, OwnDataset
 from oobleck.worker.data.samples import Samples
 from oobleck.worker.models.tree import flatten
 from oobleck.worker.runtime import code
@@ -180,7 +178,7 @@ import sys
 import time
 
 from oobleck.core.job.code import NO_ARGUMENTS, Code
-from oobleck.worker.data.loaders import Loaders
+from oobleck.worker.data.own import Loaders
 from oobleck.worker.runtime import code
 
 code.allow((code.ANY,))

@@ -5,7 +5,7 @@ import torch
 
 from oobleck.core.job.model import ModelSpec
 from oobleck.worker.data.objective import IGNORED, inputs_and_targets, loss
-from oobleck.worker.profiling.footprint import peak_bytes
+from oobleck.worker.profiling.bench import peak_bytes
 from oobleck.worker.runtime.random import RowKeys
 from support.families import family_model
 from support.reference import loss as plain_loss

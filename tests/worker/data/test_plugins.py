@@ -9,8 +9,8 @@ import torch
 from safetensors.numpy import save_file
 
 from oobleck.core.job.code import Code, Json
-from oobleck.worker.data.check import check_data
 from oobleck.worker.data.own import OwnDataset
+from oobleck.worker.describe import check_data
 from oobleck.worker.runtime.errors import JobError, NodeError
 
 IMAGES = np.arange(5 * 2 * 3, dtype=np.float32).reshape(5, 2, 3)

@@ -9,7 +9,7 @@ import pytest
 from oobleck.core.job.spec import DataSpec, TrainingSpec
 from oobleck.host.data.token_file import DataError
 from oobleck.worker.data.dataset import Dataset, row_digest
-from oobleck.worker.data.prefetch import Prefetcher
+from oobleck.worker.data.opening import Prefetcher
 
 TRAINING = TrainingSpec(steps=5, global_batch=12, microbatch=2, seed=3)
 

@@ -8,8 +8,8 @@ import pytest
 from oobleck.core.job.model import ModelSpec
 from oobleck.core.job.spec import DataSpec, EvaluationSpec, JobSpec, TrainingSpec
 from oobleck.worker.data.dataset import Dataset
+from oobleck.worker.data.objective import permute
 from oobleck.worker.data.opening import HeldOut
-from oobleck.worker.data.order import permute
 from support import samples as documented
 from support.samples import Samples
 

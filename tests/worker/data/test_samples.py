@@ -13,10 +13,9 @@ from torch.utils.data import default_collate
 
 from oobleck.core.job.code import Code, Json
 from oobleck.host.data.token_file import DataError
-from oobleck.worker.data.check import check_data
-from oobleck.worker.data.loaders import Loaders
-from oobleck.worker.data.own import OwnDataset
+from oobleck.worker.data.own import Loaders, OwnDataset
 from oobleck.worker.data.samples import Samples
+from oobleck.worker.describe import check_data
 from oobleck.worker.runtime import code
 from oobleck.worker.runtime.errors import JobError
 from support import refused_models

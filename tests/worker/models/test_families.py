@@ -14,10 +14,8 @@ from oobleck.worker import warm
 from oobleck.worker.data.objective import loss
 from oobleck.worker.models import registry
 from oobleck.worker.models.adapters import attend
-from oobleck.worker.models.base import keyed
-from oobleck.worker.models.initial import initialise_parameters
-from oobleck.worker.models.linear import DeferredGradients, deferring
-from oobleck.worker.models.registry import build_layer, tied_parameter
+from oobleck.worker.models.base import DeferredGradients, deferring, keyed
+from oobleck.worker.models.registry import build_layer, initialise_parameters, tied_parameter
 from oobleck.worker.profiling.bench import Bench
 from oobleck.worker.runtime.errors import JobError
 from oobleck.worker.runtime.random import RowKeys

@@ -33,7 +33,7 @@ from oobleck.worker.models.huggingface.causal_lm import (
     row_losses,
 )
 from oobleck.worker.models.huggingface.unsplit import handed, take_apart
-from oobleck.worker.models.initial import weight_files
+from oobleck.worker.models.registry import weight_files
 from support import causal
 from support.folders import ROOT
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from oobleck.worker.models.linear import DeferredGradients, deferring, split_linear
+from oobleck.worker.models.base import DeferredGradients, deferring, split_linear
 
 
 class Checkpointed(nn.Module):

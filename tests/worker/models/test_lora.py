@@ -22,7 +22,7 @@ from oobleck.host.storage.weight_files import WeightsError
 from oobleck.worker.models import own
 from oobleck.worker.models.checks.check import SAMPLES, check
 from oobleck.worker.models.huggingface import pretrained
-from oobleck.worker.models.initial import weight_files
+from oobleck.worker.models.registry import weight_files
 from oobleck.worker.runtime.errors import JobError, NodeError
 from oobleck.worker.runtime.random import RowKeys
 from oobleck.worker.state.model_state import ModelState

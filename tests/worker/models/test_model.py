@@ -5,8 +5,7 @@ import torch
 
 from oobleck.core.job.model import ModelSpec
 from oobleck.worker.data.objective import loss
-from oobleck.worker.models.initial import initialise_parameters
-from oobleck.worker.models.registry import build_layer
+from oobleck.worker.models.registry import build_layer, initialise_parameters
 from oobleck.worker.runtime.random import RowKeys, keep_mask
 
 SPEC = ModelSpec(layers=2, hidden=16, heads=4, sequence_length=12, vocabulary=50)

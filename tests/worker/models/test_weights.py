@@ -11,8 +11,12 @@ from safetensors.torch import load_file, save_file
 
 from oobleck.core.job.model import ModelSpec
 from oobleck.host.storage.weight_files import WeightsError, open_weights
-from oobleck.worker.models.initial import check_weights, initialise_parameters, weight_files
-from oobleck.worker.models.registry import build_layer
+from oobleck.worker.models.registry import (
+    build_layer,
+    check_weights,
+    initialise_parameters,
+    weight_files,
+)
 from oobleck.worker.runtime.errors import JobError, NodeError
 from oobleck.worker.runtime.random import RowKeys
 from support import foreign

@@ -15,9 +15,8 @@ from oobleck.core.job.optimization import OptimizerSpec
 from oobleck.core.job.spec import DataSpec, JobSpec, TrainingSpec
 from oobleck.core.routes import Shard
 from oobleck.planner.programs.transfer import Transfer
-from oobleck.worker.preparation.items import ACKNOWLEDGED, FRAME_BYTES, REFUSED, frames_of
 from oobleck.worker.preparation.sink import Sink
-from oobleck.worker.preparation.source import Source
+from oobleck.worker.preparation.source import ACKNOWLEDGED, FRAME_BYTES, REFUSED, Source, frames_of
 from oobleck.worker.state.layer_state import LayerState
 from oobleck.worker.state.model_state import ModelState
 from oobleck.worker.state.progress import TrainingProgress

@@ -3,7 +3,7 @@
 import torch
 
 from oobleck.planner.profile.memory import MAPPED_BYTES
-from oobleck.worker.profiling.footprint import Footprint
+from oobleck.worker.profiling.bench import Footprint
 
 KIB = 1024
 

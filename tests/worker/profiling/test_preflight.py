@@ -19,9 +19,8 @@ from oobleck.core.job.file import parse_job
 from oobleck.core.job.spec import JobSpec
 from oobleck.core.messages import Failed, FromWorker, ToWorker
 from oobleck.host.ipc.channel import Channel
-from oobleck.worker.data.loaders import Loaders
 from oobleck.worker.data.opening import open_dataset
-from oobleck.worker.data.own import OwnDataset
+from oobleck.worker.data.own import Loaders, OwnDataset
 from oobleck.worker.describe import look_at
 from oobleck.worker.models.base import Layer
 from oobleck.worker.profiling.preflight import MARGIN_S, on_this_node, preflight

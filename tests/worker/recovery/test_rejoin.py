@@ -11,7 +11,7 @@ from oobleck.core.ids import Generation, NodeName, WorkerId
 from oobleck.core.routes import Shard
 from oobleck.worker.recovery.rejoin import Held, RecoveryState, agree
 from oobleck.worker.runtime.errors import InvariantViolation
-from oobleck.worker.step.commit import TrainingProgress
+from oobleck.worker.step.vote import TrainingProgress
 
 A, B, C, D = (WorkerId(NodeName(name), 0) for name in "abcd")
 

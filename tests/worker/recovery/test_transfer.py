@@ -16,7 +16,7 @@ from oobleck.core.job.spec import DataSpec, JobSpec, TrainingSpec
 from oobleck.core.messages import FaultRule
 from oobleck.planner.programs.communicators import communicators
 from oobleck.planner.programs.transfer import Transfer
-from oobleck.worker.recovery.transfer import carry_out, chunks_of
+from oobleck.worker.recovery.rejoin import carry_out, chunks_of
 from oobleck.worker.state.model_state import ModelState
 from oobleck.worker.transport.linked import LinkTransport
 from support.director import Director, Transport, WarmWorkers, make_plan, worker_named

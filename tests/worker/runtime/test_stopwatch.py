@@ -5,7 +5,7 @@ import contextlib
 
 import pytest
 
-from oobleck.worker.runtime.stopwatch import AHEAD, Stopwatch
+from oobleck.worker.runtime.timeline import AHEAD, Stopwatch
 
 
 class Clock:

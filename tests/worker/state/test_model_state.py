@@ -14,8 +14,7 @@ from oobleck.worker.models.checks.describe import describe
 from oobleck.worker.runtime import code
 from oobleck.worker.runtime.errors import JobError
 from oobleck.worker.runtime.random import RowKeys
-from oobleck.worker.state.layer_file import pack, unpack
-from oobleck.worker.state.layout import check_no_decay, layout
+from oobleck.worker.state.layout import check_no_decay, layout, pack, unpack
 from oobleck.worker.state.model_state import ModelState, StateError, norms_of
 from oobleck.worker.step.stage import StageRunner
 

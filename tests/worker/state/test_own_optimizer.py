@@ -18,7 +18,7 @@ from oobleck.core.job.optimization import OptimizerSpec, ScheduleSpec
 from oobleck.core.job.spec import TrainingSpec
 from oobleck.worker.runtime import code
 from oobleck.worker.runtime.errors import JobError, NodeError
-from oobleck.worker.state import own_optimizer
+from oobleck.worker.state import optimizer
 from oobleck.worker.state.describe_optimizer import describe
 from oobleck.worker.state.model_state import ModelState
 from oobleck.worker.state.optimizer import learning_rate
@@ -154,7 +154,7 @@ def test_a_layer_goes_on_alike_on_a_worker_that_was_not_there(make_job, spec):
         fill(source.layers[2].gradient, step, 2)
         source.apply(step, scale=1.0)
         if step == 6:
-            own_optimizer._series.cache_clear()
+            optimizer._series.cache_clear()
             target.load(2, source.snapshot(2), version=6)
         if step > 6:
             fill(target.layers[2].gradient, step, 2)
@@ -192,7 +192,7 @@ def test_skipped_steps_count_as_steps_and_change_nothing(make_job, name):
     gradient = state.layers[2].gradient.clone()
     state.apply(2, scale=1.0)
     parameter = nn.Parameter(before[0].clone())
-    oracle = own_optimizer.make(given(name, **arguments), [parameter])
+    oracle = optimizer.make(given(name, **arguments), [parameter])
     parameter.grad = torch.zeros_like(parameter)  # a step that changes no rows
     oracle.step()
     parameter.grad = gradient
@@ -253,17 +253,17 @@ def test_classes_of_torch_are_allowed_everywhere_and_those_of_users_where_the_no
     lion = described(given("Lion"))
     rmsprop = described(given("torch.optim:RMSprop"))
     code.allow(())
-    own_optimizer.check(rmsprop)
-    own_optimizer.check(OptimizerSpec())
+    optimizer.check(rmsprop)
+    optimizer.check(OptimizerSpec())
     with pytest.raises(NodeError, match=r"does not allow the job to load own_optimizers:Lion"):
-        own_optimizer.check(lion)
+        optimizer.check(lion)
 
 
 def test_another_code_than_was_looked_at_is_refused() -> None:
     spec = described(given("Lion"))
-    own_optimizer.check(spec)
+    optimizer.check(spec)
     other = replace(spec, described=Json(spec.described.replace(spec.sketch.code, "0" * 64)))
     with pytest.raises(NodeError, match="differs from that where the job was submitted"):
-        own_optimizer.check(other)
+        optimizer.check(other)
     with pytest.raises(JobError, match="submit the job with 'oobleck submit'"):
-        own_optimizer.check(given("Lion"))
+        optimizer.check(given("Lion"))

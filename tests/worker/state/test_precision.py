@@ -8,8 +8,7 @@ import torch
 from oobleck.core.job.spec import JobSpec
 from oobleck.worker.checkpoint.output import write_layers, write_manifest
 from oobleck.worker.runtime.random import RowKeys
-from oobleck.worker.runtime.stopwatch import Stopwatch
-from oobleck.worker.runtime.timeline import Timeline
+from oobleck.worker.runtime.timeline import Stopwatch, Timeline
 from oobleck.worker.state.model_state import ModelState
 from oobleck.worker.step.exchange import StageExchange
 from oobleck.worker.step.stage import StageRunner

@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from oobleck.core.job.spec import JobSpec
-from oobleck.worker.runtime.stopwatch import Stopwatch
+from oobleck.worker.runtime.timeline import Stopwatch
 from support import foreign
 from support.one_worker import training
 

@@ -12,15 +12,14 @@ import torch
 from oobleck.core.job.spec import JobSpec
 from oobleck.core.routes import Shard
 from oobleck.worker.runtime.random import RowKeys
-from oobleck.worker.runtime.stopwatch import Stopwatch
-from oobleck.worker.runtime.timeline import Timeline
+from oobleck.worker.runtime.timeline import Stopwatch, Timeline
 from oobleck.worker.state.model_state import ModelState
 from oobleck.worker.state.precision import sums_dtype
 from oobleck.worker.step.exchange import StageExchange
 from oobleck.worker.step.stage import StageRunner
 from oobleck.worker.transport.linked import LinkTransport
-from oobleck.worker.transport.nccl.aborts import Aborts
-from oobleck.worker.transport.nccl.communicators import Communicators
+from oobleck.worker.transport.nccl.connect import Communicators
+from oobleck.worker.transport.nccl.group import Aborts
 from oobleck.worker.transport.nccl.transport import NcclTransport
 from oobleck.worker.transport.staged import StagedTransport
 from oobleck.worker.transport.transport import Transport

@@ -17,7 +17,7 @@ from oobleck.core.messages import FaultRule, PhaseReached
 from oobleck.core.plan import Plan
 from oobleck.host.storage.checkpoints import list_checkpoints
 from oobleck.host.storage.folder import LocalFolder
-from oobleck.worker.data.order import Order
+from oobleck.worker.data.objective import Order
 from oobleck.worker.models.checks.describe import describe
 from oobleck.worker.runtime import code
 from support import gradient_models

@@ -8,8 +8,8 @@ import torch
 from oobleck.core.job.spec import JobSpec
 from oobleck.worker.runtime.random import RowKeys
 from oobleck.worker.state.model_state import ModelState
+from oobleck.worker.step.mailbox import wire
 from oobleck.worker.step.stage import StageRunner
-from oobleck.worker.step.wire import wire
 from support import foreign
 
 CPU = torch.device("cpu")

@@ -9,8 +9,8 @@ from oobleck.core.job.spec import JobSpec
 from oobleck.worker.data.objective import loss
 from oobleck.worker.runtime.random import RowKeys
 from oobleck.worker.state.model_state import ModelState
+from oobleck.worker.step.mailbox import wire
 from oobleck.worker.step.stage import StageRunner
-from oobleck.worker.step.wire import wire
 
 CPU = torch.device("cpu")
 MICROBATCHES = range(3)

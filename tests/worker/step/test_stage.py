@@ -15,8 +15,8 @@ from oobleck.worker.runtime.random import RowKeys
 from oobleck.worker.state.model_state import ModelState, StateError
 from oobleck.worker.state.optimizer import clip_scale
 from oobleck.worker.step.exchange import Exchange
+from oobleck.worker.step.mailbox import wire
 from oobleck.worker.step.stage import StageRunner
-from oobleck.worker.step.wire import wire
 from support.reference import ReferenceStep, assert_same_weights, train_reference
 
 CPU = torch.device("cpu")

@@ -10,8 +10,7 @@ from oobleck.core.instructions import Share
 from oobleck.planner.programs.compiler.compile import compile_programs
 from oobleck.planner.programs.compiler.own import OwnProgram
 from oobleck.worker.runtime.errors import JobError
-from oobleck.worker.step.mailbox import Mailbox, joined
-from oobleck.worker.step.wire import wire
+from oobleck.worker.step.mailbox import Mailbox, joined, wire
 from support.meeting import Party
 from support.plans import plan_of_cuts
 from support.tree_chain import CPU, LAST, ROWS, Chain, Worker, check, gradients, keys

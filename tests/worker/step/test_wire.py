@@ -9,7 +9,7 @@ from oobleck.core.instructions import Share
 from oobleck.core.job.description import ITEM_BYTES, TensorSketch, TreeSketch
 from oobleck.worker.models.tree import flatten, map_tensors, structure
 from oobleck.worker.runtime.errors import JobError
-from oobleck.worker.step.wire import Packing, Wire, wire
+from oobleck.worker.step.mailbox import Packing, Wire, wire
 
 CPU = torch.device("cpu")
 ROWS = 5

@@ -34,9 +34,9 @@ from oobleck.worker.runtime.errors import HelperLost, NodeError, TransportError,
 from oobleck.worker.step.mailbox import AHEAD
 from oobleck.worker.transport.connect import wiring_of
 from oobleck.worker.transport.linked import LinkTransport
-from oobleck.worker.transport.nccl.aborts import Aborts, peers_may_fail
 from oobleck.worker.transport.nccl.communicator import Line, Name
-from oobleck.worker.transport.nccl.communicators import Communicators, is_kept, stamps_of
+from oobleck.worker.transport.nccl.connect import Communicators, is_kept, stamps_of
+from oobleck.worker.transport.nccl.group import Aborts, peers_may_fail
 from oobleck.worker.transport.nccl.transport import NcclTransport
 from oobleck.worker.transport.transport import Pending
 from support.fake_nccl import (

@@ -29,17 +29,15 @@ from oobleck.worker.transport.connect import (
     wiring_of,
 )
 from oobleck.worker.transport.linked import LinkTransport
-from oobleck.worker.transport.links.card import Card
+from oobleck.worker.transport.links.calls import Card
 from oobleck.worker.transport.links.hub import Links
 from oobleck.worker.transport.meeting import secret_of
-from oobleck.worker.transport.nccl.aborts import Aborts
 from oobleck.worker.transport.nccl.communicator import Name
-from oobleck.worker.transport.nccl.communicators import Communicators
-from oobleck.worker.transport.nccl.group import Identifiers, NcclMaker
+from oobleck.worker.transport.nccl.connect import Communicators
+from oobleck.worker.transport.nccl.group import Aborts, Identifiers, NcclMaker
 from oobleck.worker.transport.nccl.transport import NcclTransport
 from oobleck.worker.transport.staged import StagedTransport
-from oobleck.worker.transport.tell_all import tell_all
-from oobleck.worker.transport.transport import Transport
+from oobleck.worker.transport.transport import Transport, tell_all
 from oobleck.worker.transport.tree import tree_neighbours
 from support.devices import device
 from support.fake_nccl import Fabric, RankOfFabric

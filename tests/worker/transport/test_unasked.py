@@ -16,10 +16,10 @@ from oobleck.core.job.model import ModelSpec
 from oobleck.core.job.spec import DataSpec, JobSpec, TrainingSpec
 from oobleck.core.plan import Plan
 from oobleck.worker.runtime.errors import TransportError
-from oobleck.worker.transport.links.card import Card
+from oobleck.worker.transport.links.calls import Card
 from oobleck.worker.transport.links.wire import HEADER, Kind
 from oobleck.worker.transport.meeting import _MEETING, epoch_of
-from oobleck.worker.transport.words import entry
+from oobleck.worker.transport.tree import entry
 from support.director import Director, WarmWorkers, make_plan, worker_named
 from support.folders import TEXT
 from support.reference import train_reference

@@ -21,8 +21,8 @@ from oobleck.core.job.description import Tie
 from oobleck.core.job.model import OwnModelSpec
 from oobleck.core.job.spec import Precision
 from oobleck.worker.models import own
+from oobleck.worker.models.base import is_hooked
 from oobleck.worker.models.checks.rows import same
-from oobleck.worker.models.linear import is_hooked
 from oobleck.worker.runtime import code
 from oobleck.worker.runtime.errors import JobError, Problem
 

@@ -33,10 +33,10 @@ from oobleck.core.job.model import MOST_LAYERS, OwnModelSpec
 from oobleck.core.job.spec import JobSpec
 from oobleck.model import at_step, same_parameters
 from oobleck.worker.models import own
+from oobleck.worker.models.base import is_hooked
 from oobleck.worker.models.checks import built
 from oobleck.worker.models.checks.rows import PER_ROW
 from oobleck.worker.models.compiled import Compilation, Prepared
-from oobleck.worker.models.linear import is_hooked
 from oobleck.worker.models.tree import flatten, map_tensors, shown, structure, unflatten
 from oobleck.worker.runtime import code
 from oobleck.worker.runtime.errors import JobError, Problem

@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from oobleck.worker.models.checks.kept import changed, kept
 from oobleck.worker.models.checks.rows import (
     ANYWHERE,
     PER_ROW,
@@ -32,7 +31,7 @@ from oobleck.worker.models.checks.rows import (
     unlike,
     with_same_row,
 )
-from oobleck.worker.models.checks.runs import LayerFailed, run
+from oobleck.worker.models.checks.runs import LayerFailed, changed, kept, run
 from oobleck.worker.models.tree import Tree, flatten, map_tensors, structure
 from oobleck.worker.runtime.errors import Problem
 

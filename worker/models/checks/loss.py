@@ -7,7 +7,6 @@ from torch import Tensor
 from oobleck.core.job.model import OwnModelSpec
 from oobleck.model import at_step
 from oobleck.worker.models import own
-from oobleck.worker.models.checks.kept import changed, kept
 from oobleck.worker.models.checks.rows import (
     ANYWHERE,
     PER_ROW,
@@ -18,6 +17,7 @@ from oobleck.worker.models.checks.rows import (
     leaf,
     same_row,
 )
+from oobleck.worker.models.checks.runs import changed, kept
 from oobleck.worker.models.tree import Tree, flatten, map_tensors, unflatten
 from oobleck.worker.runtime import code
 from oobleck.worker.runtime.errors import Problem

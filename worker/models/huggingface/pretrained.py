@@ -24,7 +24,7 @@ from transformers.core_model_loading import (
 from oobleck.host.storage.weight_files import WeightFiles
 from oobleck.worker.models.huggingface.architecture import Architecture
 from oobleck.worker.models.huggingface.unsplit import take_apart
-from oobleck.worker.models.initial import DTYPES, check_as_begun, read_tensor, weight_files
+from oobleck.worker.models.registry import DTYPES, check_as_begun, read_tensor, weight_files
 from oobleck.worker.models.tree import cached
 from oobleck.worker.runtime.errors import JobError
 

@@ -21,8 +21,7 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from oobleck.host.ipc import port
 from oobleck.worker.transport.links import greeting
-from oobleck.worker.transport.links.calls import AGAIN_S, FULL, MOST_SERIAL, Calls, Dial, Open
-from oobleck.worker.transport.links.card import Card
+from oobleck.worker.transport.links.calls import AGAIN_S, FULL, MOST_SERIAL, Calls, Card, Dial, Open
 from oobleck.worker.transport.links.greeting import Call, Seals
 from oobleck.worker.transport.links.link import Link
 

@@ -18,13 +18,12 @@ from typing import Protocol
 from oobleck.worker.runtime.errors import TransportError
 from oobleck.worker.transport.links import greeting
 from oobleck.worker.transport.links.attendance import Attendance
-from oobleck.worker.transport.links.calls import Dial
-from oobleck.worker.transport.links.card import Card
+from oobleck.worker.transport.links.calls import Card, Dial
 from oobleck.worker.transport.links.door import Door
 from oobleck.worker.transport.links.greeting import IDENTITY_BYTES, Seals
 from oobleck.worker.transport.links.link import MOST_EARLY_BYTES, Incoming, Link, Outgoing
+from oobleck.worker.transport.links.silence import Watch
 from oobleck.worker.transport.links.traffic import Traffic
-from oobleck.worker.transport.links.watch import Watch
 from oobleck.worker.transport.links.wire import Kind, Label
 
 #: Interval of looking at the clock while callers or calls are under way.

@@ -25,7 +25,7 @@ NCCL's own errors end them. Sums, which are not used before the vote, and sends 
 checks them. torch's own watchdog must leave errors alone
 (`oobleck.host.device.worker_environment`).
 
-Communicators outlive the transport (`communicators`), and new ones connect in a thread of their own
+Communicators outlive the transport (`connect`), and new ones connect in a thread of their own
 (`connect`). Until all members begin to use them, at one point of training, their traffic goes over
 `host`, too.
 
@@ -51,11 +51,18 @@ from torch._C._distributed_c10d import Work
 from oobleck.worker.runtime import pulse
 from oobleck.worker.runtime.errors import TransportError
 from oobleck.worker.transport.linked import LinkTransport
-from oobleck.worker.transport.nccl.communicator import Communicator, Key, Line, Name, Part, part_of
-from oobleck.worker.transport.nccl.communicators import Communicators
-from oobleck.worker.transport.nccl.connect import LIMIT_S, Connecting
+from oobleck.worker.transport.nccl.communicator import (
+    Arriving,
+    Communicator,
+    Key,
+    Line,
+    Name,
+    Operation,
+    Part,
+    part_of,
+)
+from oobleck.worker.transport.nccl.connect import LIMIT_S, Communicators, Connecting
 from oobleck.worker.transport.nccl.group import use_device
-from oobleck.worker.transport.nccl.operation import Arriving, Operation
 from oobleck.worker.transport.transport import Group, Pending, Transport
 
 log = logging.getLogger(__name__)

@@ -24,7 +24,7 @@ from oobleck.worker.transport.links.hub import Links
 from oobleck.worker.transport.links.link import Incoming
 from oobleck.worker.transport.links.wire import HEADER, PIECE_BYTES, SIZES, Kind, Label, SealedWire
 from oobleck.worker.transport.meeting import _MEETING
-from oobleck.worker.transport.words import Words, entry, joined, parts, words_of_all
+from oobleck.worker.transport.tree import Words, entry, joined, parts, words_of_all
 from support.director import Director, WarmWorkers, make_plan
 from support.folders import TEXT
 from support.meeting import SECRET, Party

@@ -15,8 +15,7 @@ from oobleck.worker.transport import meeting
 from oobleck.worker.transport.linked import LinkTransport, _key_of
 from oobleck.worker.transport.links.calls import Calls, Dial
 from oobleck.worker.transport.links.wire import Kind, Label, bytes_of
-from oobleck.worker.transport.tree import tree_neighbours
-from oobleck.worker.transport.words import Words
+from oobleck.worker.transport.tree import Words, tree_neighbours
 from support import meeting as parties
 from support.leftovers import opened
 from support.meeting import SECRET, Party

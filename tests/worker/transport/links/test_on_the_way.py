@@ -19,7 +19,7 @@ from oobleck.core.plan import Plan
 from oobleck.worker.runtime.errors import TransportError
 from oobleck.worker.transport.linked import LinkTransport
 from oobleck.worker.transport.links import greeting
-from oobleck.worker.transport.links.card import Card
+from oobleck.worker.transport.links.calls import Card
 from oobleck.worker.transport.links.hub import Links
 from oobleck.worker.transport.links.wire import HEADER, Kind, SealedWire, bytes_of
 from oobleck.worker.transport.meeting import epoch_of

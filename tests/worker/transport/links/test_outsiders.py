@@ -10,7 +10,7 @@ from oobleck.worker.transport.links.hub import Links
 from oobleck.worker.transport.links.link import Early, Incoming
 from oobleck.worker.transport.links.wire import Kind, Label
 from oobleck.worker.transport.meeting import _CARD, _MEETING
-from oobleck.worker.transport.words import entry
+from oobleck.worker.transport.tree import entry
 from support.meeting import SECRET, Party
 from support.waiting import until
 

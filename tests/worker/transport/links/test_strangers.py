@@ -17,7 +17,7 @@ from oobleck.host.ipc import port
 from oobleck.worker.runtime.errors import TransportError
 from oobleck.worker.transport.linked import LinkTransport
 from oobleck.worker.transport.links import door, greeting
-from oobleck.worker.transport.links.card import Card
+from oobleck.worker.transport.links.calls import Card
 from oobleck.worker.transport.links.door import GREETING_LIMIT_S, MOST_CALLERS, Door
 from oobleck.worker.transport.links.hub import Links
 from support.leftovers import opened
@@ -59,7 +59,7 @@ def test_a_crowd_costs_a_bounded_number_of_descriptors_and_holds_nobody_up(said:
 FULL = """
 import contextlib, resource, socket, sys, threading
 from oobleck.worker.transport.linked import LinkTransport
-from oobleck.worker.transport.links.card import Card
+from oobleck.worker.transport.links.calls import Card
 from oobleck.worker.transport.links.hub import Links
 
 here = Links("127.0.0.1", silence_s=5)
