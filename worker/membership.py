@@ -32,7 +32,7 @@ def handover_members(assign: Assign) -> tuple[WorkerId, ...]:
 
 def join_handover(context: WorkerContext, assign: Assign, standing: bytes) -> "Membership":
     """Join the workers of `handover_members`. Raise what `join` raises."""
-    return _join(context, assign, handover_members(assign), standing, suffix="/handover")
+    return Membership(context, assign, handover_members(assign), standing, suffix="/handover")
 
 
 def join(
@@ -54,23 +54,7 @@ def join(
     # At a boundary most state has moved in advance, and the rest is agreed on after the meeting.
     little = assign.boundary or assign.restore
     found = None if little else partial(moving, plan)
-    return _join(context, assign, plan.workers, standing, wiring=wiring, moving=found)
-
-
-def _join(
-    context: WorkerContext,
-    assign: Assign,
-    members: Sequence[WorkerId],
-    standing: bytes,
-    *,
-    wiring: Wiring = NO_WIRING,
-    suffix: str = "",
-    moving: Callable[[Sequence[bytes]], Moving] | None = None,
-) -> "Membership":
-    try:
-        return Membership(context, assign, members, standing, wiring, suffix, moving)
-    except Unreached as error:
-        raise error.of(members) from None
+    return Membership(context, assign, plan.workers, standing, wiring=wiring, moving=found)
 
 
 def _probe(context: WorkerContext, point: str, assign: Assign) -> None:
@@ -122,9 +106,10 @@ class Membership:
         assign: Assign,
         members: Sequence[WorkerId],
         standing: bytes,
-        wiring: Wiring,
-        suffix: str,
-        moving: Callable[[Sequence[bytes]], Moving] | None,
+        *,
+        wiring: Wiring = NO_WIRING,
+        suffix: str = "",
+        moving: Callable[[Sequence[bytes]], Moving] | None = None,
     ) -> None:
         """Join the other `members`; return when all have joined.
 
@@ -160,7 +145,10 @@ class Membership:
             #: Called at an abrupt change and at the loss of a peer: it ends every wait for others.
             self._release = self._host.abort
             control.on_abrupt(self._release)
-            self.transport = self._connect(assign, standing, wiring, moving)
+            try:
+                self.transport = self._connect(assign, standing, wiring, moving)
+            except Unreached as error:
+                raise error.of(members) from None
             undo.pop_all()
         self._release = self.transport.abort
         control.on_abrupt(self._release)

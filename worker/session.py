@@ -8,7 +8,6 @@ between two steps.
 
 import logging
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 
@@ -26,14 +25,13 @@ from oobleck.core.messages import (
 from oobleck.core.plan import Plan
 from oobleck.core.redact import redact
 from oobleck.host.data.token_file import DataError
-from oobleck.planner.programs.compiler.compile import Work
-from oobleck.planner.programs.compiler.own import OwnProgram, compile_own
+from oobleck.planner.programs.compiler.own import OwnProgram
 from oobleck.worker.checkpoint.output import write_result
 from oobleck.worker.checkpoint.saver import Saver
 from oobleck.worker.context import WorkerContext
 from oobleck.worker.data.opening import Data, Prefetcher
 from oobleck.worker.membership import Membership, join, join_handover, report_lost
-from oobleck.worker.preparation.preparing import Preparing
+from oobleck.worker.preparation.preparing import Preparing, compile_program
 from oobleck.worker.profiling.measuring import Measuring
 from oobleck.worker.recovery.forgiven import Forgiven
 from oobleck.worker.recovery.recover import Recovery
@@ -53,8 +51,6 @@ from oobleck.worker.runtime.errors import (
 )
 from oobleck.worker.runtime.memory import MemoryMeter
 from oobleck.worker.start import start
-from oobleck.worker.state.layout import layer_sizes
-from oobleck.worker.state.precision import state_dtype
 from oobleck.worker.step.evaluator import Evaluator
 from oobleck.worker.step.executor import Executor, Redo
 from oobleck.worker.step.salvage import Salvage
@@ -76,7 +72,7 @@ class Session:
         self._forgiven = Forgiven(
             context.worker, context.progress, context.connector.held_by_others
         )
-        self._preparing = Preparing(context, partial(compile_program, context))
+        self._preparing = Preparing(context)
         self._training = Training(context, data, self._preparing, self._forgiven)
         #: Newest generation that this worker entered; 0: none.
         self._entered = Generation(0)
@@ -277,17 +273,6 @@ def describe(error: BaseException) -> str:
 #
 # Owns what happens between two steps: evaluations, reports, and the switch to another plan. Must
 # not know how generations begin or end.
-
-
-def compile_program(context: WorkerContext, plan: Plan, work: Work | None = None) -> OwnProgram:
-    """Return this worker's part of `plan`; `work`: the remaining work of an interrupted step."""
-    job = context.job
-    width = state_dtype(job.training.precision).itemsize
-    sizes = layer_sizes(job.model, job.training.optimizer.no_decay)
-    layer_bytes = [size * width for size in sizes]
-    return compile_own(
-        plan, context.worker, tied=job.model.ties, layer_bytes=layer_bytes, work=work
-    )
 
 
 class Training:

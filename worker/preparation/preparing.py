@@ -10,7 +10,8 @@ the coming one, all preparation for it is dropped. Must not know how plans are m
 import logging
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Container, Sequence
+from functools import partial
 
 import torch
 
@@ -18,42 +19,34 @@ from oobleck.core.errors import LayerLost
 from oobleck.core.ids import Generation, WorkerId
 from oobleck.core.messages import Assign
 from oobleck.core.plan import Plan
-from oobleck.planner.programs.compiler.own import OwnProgram
+from oobleck.planner.programs.compiler.compile import Work
+from oobleck.planner.programs.compiler.own import OwnProgram, compile_own
 from oobleck.planner.programs.transfer import Transfer, plan_transfers
 from oobleck.worker.context import WorkerContext
 from oobleck.worker.preparation.sink import Sink
 from oobleck.worker.preparation.source import ACKNOWLEDGED, REFUSED, Over, Source
 from oobleck.worker.state.layout import layer_sizes
+from oobleck.worker.state.precision import state_dtype
 from oobleck.worker.state.progress import Omissions
 from oobleck.worker.transport.connect import wiring_of
 from oobleck.worker.transport.linked import LinkTransport
 from oobleck.worker.transport.links.calls import Card
-from oobleck.worker.transport.links.link import Incoming
+from oobleck.worker.transport.links.link import Content, Incoming
 from oobleck.worker.transport.links.wire import Label
 from oobleck.worker.transport.meeting import epoch_of, secret_of
 
 log = logging.getLogger(__name__)
 
-Compile = Callable[[Plan], OwnProgram]
 
-
-class _Answer(Incoming):
-    """Answer of a taker: the step that it has reached, or that it accepts no more."""
-
-    def __init__(self, source: Source, label: Label) -> None:
-        self._source = source
-        self._label = label
-        self._content = bytearray()
-
-    def room(self, size: int) -> memoryview:
-        self._content = bytearray(size)
-        return memoryview(self._content)
-
-    def arrived(self) -> None:
-        if self._label == REFUSED:
-            self._source.refused = True
-        else:
-            self._source.acknowledged = int.from_bytes(self._content, "big")
+def compile_program(context: WorkerContext, plan: Plan, work: Work | None = None) -> OwnProgram:
+    """Return this worker's part of `plan`; `work`: the remaining work of an interrupted step."""
+    job = context.job
+    width = state_dtype(job.training.precision).itemsize
+    sizes = layer_sizes(job.model, job.training.optimizer.no_decay)
+    layer_bytes = [size * width for size in sizes]
+    return compile_own(
+        plan, context.worker, tied=job.model.ties, layer_bytes=layer_bytes, work=work
+    )
 
 
 class _Coming:
@@ -94,7 +87,7 @@ class _Coming:
         if label not in (ACKNOWLEDGED, REFUSED):
             return self.sink.frame(peer, label)
         source = (self._sources or {}).get(peer)
-        return _Answer(source, label) if source is not None else None
+        return Content(partial(source.answered, label)) if source is not None else None
 
     def cut(self, peer: bytes) -> None:
         self.sink.cut(peer)
@@ -102,12 +95,12 @@ class _Coming:
         if source is not None:
             source.cut = True
 
-    def work_out(self, compile_own: Compile) -> None:
+    def work_out(self) -> None:
         """Do the work that grows with the number of workers; runs in a thread of its own."""
         sources: dict[bytes, Source] = {}
         try:
             if self._context.worker in self.plan.workers:
-                own = compile_own(self.plan)
+                own = compile_program(self._context, self.plan)
                 self._connect()
                 self.own = own
             sources = self._make_sources()
@@ -196,9 +189,8 @@ class _Coming:
 class Preparing:
     """Preparation of the next plan by this worker. Used by the training thread."""
 
-    def __init__(self, context: WorkerContext, compile_own: Compile) -> None:
+    def __init__(self, context: WorkerContext) -> None:
         self._context = context
-        self._compile = compile_own
         self._coming: _Coming | None = None
         self._thread: threading.Thread | None = None
 
@@ -215,9 +207,7 @@ class Preparing:
         self.drop()
         coming = self._coming = _Coming(self._context, assign, present)
         log.info("preparing", extra={"generation": assign.plan.generation})
-        self._thread = threading.Thread(
-            target=coming.work_out, args=(self._compile,), name="prepare", daemon=True
-        )
+        self._thread = threading.Thread(target=coming.work_out, name="prepare", daemon=True)
         self._thread.start()
         self._reached("preparing")
 
@@ -271,7 +261,7 @@ class Preparing:
             self._thread.join()
             if coming.own is not None:
                 return coming.own
-        return self._compile(plan)
+        return compile_program(self._context, plan)
 
     def take_over(self, host: LinkTransport) -> int:
         """Adopt the layers that have been fed, once all have arrived; return their bytes.

@@ -39,7 +39,7 @@ from oobleck.worker.state.optimizer import Slice, update
 from oobleck.worker.state.precision import state_dtype
 from oobleck.worker.state.progress import Omissions
 from oobleck.worker.transport.links.hub import Feeding, Links
-from oobleck.worker.transport.links.link import Incoming
+from oobleck.worker.transport.links.link import Content, Incoming
 from oobleck.worker.transport.links.wire import Label, bytes_of
 
 log = logging.getLogger(__name__)
@@ -95,9 +95,9 @@ class _Stream:
     def frame(self, label: Label) -> Incoming | None:
         if self.broken:
             return None
-        return _Numbers(self) if label == NUMBERS else _Head(self)
+        return _Numbers(self) if label == NUMBERS else Content(self._read_head)
 
-    def read_head(self, content: bytes) -> None:
+    def _read_head(self, content: bytes) -> None:
         self._head, self._room = None, _NOTHING  # or the rest of a withdrawn item would be expected
         try:
             head = decoder.decode(content)
@@ -148,19 +148,6 @@ class _Come:
     stream: _Stream
     head: Item
     numbers: torch.Tensor | None
-
-
-class _Head(Incoming):
-    def __init__(self, stream: _Stream) -> None:
-        self._stream = stream
-        self._content = bytearray()
-
-    def room(self, size: int) -> memoryview:
-        self._content = bytearray(size)
-        return memoryview(self._content)
-
-    def arrived(self) -> None:
-        self._stream.read_head(bytes(self._content))
 
 
 class _Numbers(Incoming):

@@ -195,6 +195,13 @@ class Source:
         """Number of pieces that are in flight or have arrived."""
         return len(self._fed)
 
+    def answered(self, label: Label, content: bytes) -> None:
+        """Note the taker's answer. Called with the links' lock held."""
+        if label == REFUSED:
+            self.refused = True
+        else:
+            self.acknowledged = int.from_bytes(content, "big")
+
     def offer(self) -> None:
         """Ask whether the taker accepts pieces, if there is a link to it. From any thread."""
         self._offers += 1

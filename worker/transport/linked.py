@@ -17,7 +17,7 @@ from oobleck.worker.transport.links.link import Incoming, Outgoing
 from oobleck.worker.transport.links.wire import Kind, Label, bytes_of, pieces
 from oobleck.worker.transport.meeting import Meeting, OnLost, nobody_asks
 from oobleck.worker.transport.sums import LinkSum, SpareBuffers
-from oobleck.worker.transport.transport import Group, Pending
+from oobleck.worker.transport.transport import Group, Pending, Transport
 from oobleck.worker.transport.tree import Words, entry, place_of, sum_neighbours, words_of_all
 
 #: Larger messages do not fit into the kernel's buffers, and are read while others compute.
@@ -112,7 +112,7 @@ class _Reducing:
         self._transport.wait(lambda: self._sum.done, self._sum.owing)
 
 
-class LinkTransport(Meeting):
+class LinkTransport(Meeting, Transport):
     """Transport among the members of a meeting, by their links."""
 
     def __init__(
@@ -247,25 +247,6 @@ class LinkTransport(Meeting):
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         word = bytes(bytes_of(tensor)) if self.rank == root else b""
         _fill(tensor, self.gather(word)[root])
-
-    def end_moving(self) -> None:
-        """Do nothing: links carry everything."""
-
-    def complete(self) -> None:
-        """Do nothing: waits end with the operation."""
-
-    @property
-    def connected(self) -> bool:
-        """True always: links are made as they are needed."""
-        return True
-
-    def use_connected(self) -> None:
-        """Do nothing: links are used from the start."""
-
-    @property
-    def failure(self) -> None:
-        """Failure of this part: None, since each operation is finished where it is waited for."""
-        return None
 
 
 def _fill(tensor: torch.Tensor, told: bytes) -> None:

@@ -30,8 +30,8 @@ class _Arrival:
                 tensor.copy_(buffer, non_blocking=True)
 
 
-class StagedTransport:
-    """Transport by `below`, for tensors on any device."""
+class StagedTransport(Transport):
+    """Transport by the links `below`, for tensors on any device."""
 
     def __init__(self, below: Transport, *, everything: bool = False) -> None:
         """Make it. `everything`: host tensors are copied as well, so that a host without a device
@@ -90,23 +90,6 @@ class StagedTransport:
         self._below.broadcast(buffer, root)
         if buffer is not tensor:
             tensor.copy_(buffer)
-
-    def end_moving(self) -> None:
-        self._below.end_moving()
-
-    def complete(self) -> None:
-        self._below.complete()
-
-    @property
-    def connected(self) -> bool:
-        return self._below.connected
-
-    def use_connected(self) -> None:
-        self._below.use_connected()
-
-    @property
-    def failure(self) -> Exception | None:
-        return self._below.failure
 
     def abort(self) -> None:
         self._below.abort()

@@ -29,7 +29,10 @@ class Pending(Protocol):
 
 
 class Transport(Protocol):
-    """Peers of one generation, by rank. All methods raise TransportError on a lost peer."""
+    """Peers of one generation, by rank. All methods raise TransportError on a lost peer.
+
+    Methods with a body suit a transport whose operations end where they are waited for.
+    """
 
     rank: int
     size: int
@@ -68,6 +71,7 @@ class Transport(Protocol):
     def end_moving(self) -> None:
         """Free the resources for moving state between generations, which has moved. Every rank
         calls this once, after `complete`, before its first step."""
+        return None
 
     def complete(self) -> None:
         """Return when all awaited operations have happened; raises TransportError if one has not.
@@ -75,20 +79,24 @@ class Transport(Protocol):
         On a device `wait` may only order later work after the end of an operation, except for a
         receive.
         """
+        return None
 
     @property
     def connected(self) -> bool:
         """True if every part to be used is ready. Some may become so while training continues by
         another one that carries everything. Once true, it stays true."""
+        return True
 
     def use_connected(self) -> None:
         """Use all parts. Every rank calls this at the same point between its operations, when none
         is under way and all ranks are connected."""
+        return None
 
     @property
     def failure(self) -> Exception | None:
         """Failure in this worker's own part, not in an awaited operation. It ends all operations,
         and so is the cause of other errors."""
+        return None
 
     def abort(self) -> None:
         """Release all waits in this transport. Callable from any thread, any number of times."""

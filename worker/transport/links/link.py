@@ -17,6 +17,7 @@ import termios
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Container, Iterator
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -143,6 +144,21 @@ def fresh_memory(size: int) -> memoryview:
     return np.empty(size, np.uint8).data
 
 
+class Content(Incoming):
+    """Small frame whose whole content a function takes."""
+
+    def __init__(self, take: Callable[[bytes], None]) -> None:
+        self._take = take
+        self._content = bytearray()
+
+    def room(self, size: int) -> memoryview:
+        self._content = bytearray(size)
+        return memoryview(self._content)
+
+    def arrived(self) -> None:
+        self._take(bytes(self._content))
+
+
 class _Nobody(Incoming):
     """Sink for content that is read only to keep the connection going."""
 
@@ -161,21 +177,6 @@ Feeds = Callable[[int, Label], Incoming | None]
 #: Called with the epoch, kind and content of frames by which the sender enters a meeting, leaves it
 #: or proves that it may feed for it. This worker need not have entered that meeting.
 OnNews = Callable[[int, int, bytes], None]
-
-
-class _Told(Incoming):
-    def __init__(self, epoch: int, kind: int, on_news: OnNews) -> None:
-        self._epoch = epoch
-        self._kind = kind
-        self._on_news = on_news
-        self._content = bytearray()
-
-    def room(self, size: int) -> memoryview:
-        self._content = bytearray(size)
-        return memoryview(self._content)
-
-    def arrived(self) -> None:
-        self._on_news(self._epoch, self._kind, bytes(self._content))
 
 
 class Link:
@@ -406,7 +407,8 @@ class Link:
                 on_news(epoch, kind, b"")
                 continue
             if kind in TOLD:
-                self._reading, self._reading_epoch = _Told(epoch, kind, on_news), epoch
+                self._reading = Content(partial(on_news, epoch, kind))
+                self._reading_epoch = epoch
                 self._missing, self._room = size, self._reading.room(size)
             else:
                 self._begin(epoch, Label(kind, key, part), size)
