@@ -182,15 +182,17 @@ class DeviceClock(Generic[Mark]):
 
 def clock_of(device: torch.device) -> DeviceClock[torch.cuda.Event] | None:
     """Return the device's clock; None for a device that computes synchronously."""
-    return DeviceClock(_event, _between) if device.type == "cuda" else None
+    return DeviceClock(cuda_mark, seconds_between) if device.type == "cuda" else None
 
 
-def _event() -> torch.cuda.Event:
+def cuda_mark() -> torch.cuda.Event:
+    """Queue an event on the present stream."""
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch's
     event.record()
     return event
 
 
-def _between(one: torch.cuda.Event, other: torch.cuda.Event) -> float:
+def seconds_between(one: torch.cuda.Event, other: torch.cuda.Event) -> float:
+    """Return the seconds from one event to another; wait for the latter."""
     other.synchronize()
     return float(one.elapsed_time(other)) / 1e3

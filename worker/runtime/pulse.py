@@ -5,8 +5,6 @@ The training thread names each activity that it begins (`beat`). It marks waits 
 decides whether it is a hang. A process has one training thread, so it has one pulse.
 """
 
-from types import TracebackType
-
 from oobleck.core.messages import Alive
 
 
@@ -21,12 +19,7 @@ class _Section:
     def __enter__(self) -> None:
         self.depth += 1
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         global _beats
         self.depth -= 1
         _beats += self._beats

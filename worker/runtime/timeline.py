@@ -9,7 +9,6 @@ computation is recorded a second time, as the GPU's.
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ import torch
 from oobleck.core.ids import Generation
 from oobleck.core.messages import Category, Record, Recorded, Recording, Span
 from oobleck.worker.runtime import pulse
-from oobleck.worker.runtime.device import DeviceClock
+from oobleck.worker.runtime.device import DeviceClock, cuda_mark, seconds_between
 
 _OFF: AbstractContextManager[None] = nullcontext()
 
@@ -33,12 +32,7 @@ class OpenSpan(AbstractContextManager[None]):
         self._category: Category = category
         self._started_ns = time.monotonic_ns()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -46,32 +40,6 @@ class OpenSpan(AbstractContextManager[None]):
         self._spans.append(
             Span(self._name, self._category, self._started_ns, ended_ns - self._started_ns)
         )
-
-
-class _OnDevice(AbstractContextManager[None]):
-    """Span with the times at which the device runs the work queued within it."""
-
-    def __init__(
-        self,
-        span: AbstractContextManager[None],
-        name: str,
-        clock: DeviceClock[Any],
-        marked: list[tuple[str, Any, Any]],
-    ) -> None:
-        self._span = span
-        self._name = name
-        self._clock = clock
-        self._marked = marked
-        self._began = clock.mark()
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._marked.append((self._name, self._began, self._clock.mark()))
-        self._span.__exit__(kind, error, trace)
 
 
 class Timeline:
@@ -152,7 +120,19 @@ class Timeline:
         span = self.span(name, detail)
         if self._spans is None or self._clock is None:
             return span
-        return _OnDevice(span, pulse.called(name, detail), self._clock, self._marked)
+        return self._marking(span, pulse.called(name, detail), self._clock)
+
+    @contextmanager
+    def _marking(
+        self, span: AbstractContextManager[None], name: str, clock: DeviceClock[Any]
+    ) -> Iterator[None]:
+        """Record `span`, and when the device runs the work queued within it."""
+        began = clock.mark()
+        with span:
+            try:
+                yield
+            finally:
+                self._marked.append((name, began, clock.mark()))
 
     def span(self, name: str, detail: int | None = None) -> AbstractContextManager[None]:
         """Record the time inside under `name`, followed by `detail`."""
@@ -197,7 +177,7 @@ class Stopwatch:
 
     @classmethod
     def on(cls, device: torch.device) -> "Stopwatch":
-        return cls(_event, _passed) if device.type == "cuda" else cls(time.monotonic)
+        return cls(cuda_mark, _passed) if device.type == "cuda" else cls(time.monotonic)
 
     def begin(self) -> None:
         """Begin a step. The previous one may have been left in the middle."""
@@ -233,12 +213,6 @@ class Stopwatch:
         return sum(_between(began, ended) for began, ended in self._spans)
 
 
-def _event() -> torch.cuda.Event:
-    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch's
-    event.record()
-    return event
-
-
 def _passed(mark: _Mark) -> None:
     assert isinstance(mark, torch.cuda.Event), "a GPU's moments are events"
     mark.synchronize()
@@ -247,7 +221,6 @@ def _passed(mark: _Mark) -> None:
 def _between(began: _Mark, ended: _Mark) -> float:
     if isinstance(began, torch.cuda.Event):
         assert isinstance(ended, torch.cuda.Event), "marks of a step are of one kind"
-        ended.synchronize()  # the step's vote has waited for it already
-        return float(began.elapsed_time(ended)) / 1e3
+        return seconds_between(began, ended)  # the step's vote has waited for them already
     assert isinstance(ended, float), "marks of a step are of one kind"
     return ended - began
