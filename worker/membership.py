@@ -13,9 +13,10 @@ from functools import partial
 from oobleck.core.ids import Generation, WorkerId
 from oobleck.core.messages import Assign, PeerLost
 from oobleck.core.plan import Plan
+from oobleck.planner.programs.communicators import NO_WIRING, Wiring, wiring_of
 from oobleck.worker.context import WorkerContext
 from oobleck.worker.runtime.errors import CalledOff, Superseded, TransportError, Unreached
-from oobleck.worker.transport.connect import NO_WIRING, Moving, Wiring, wiring_of
+from oobleck.worker.transport.connect import Moving
 from oobleck.worker.transport.linked import LinkTransport
 from oobleck.worker.transport.links.calls import Card
 from oobleck.worker.transport.meeting import epoch_of, secret_of

@@ -117,7 +117,7 @@ class Session:
                 return self._step_aside(generation)
             following = self._train(assign, received, fed)
         except TransportError as error:
-            self._forgiven.check_mapped(error, assign)
+            self._forgiven.check_mapped(error, assign.rendezvous.cards)
             silent = self._membership.silent() if self._membership is not None else ()
             report_lost(context, generation, error, silent)
             self._leave(orderly=False)

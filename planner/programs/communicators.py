@@ -146,3 +146,38 @@ def needed(plan: Plan, *, tied: Ties) -> Needed:
         device_bytes=max(size.values(), default=0),
         rounds=len(in_rounds(found)),
     )
+
+
+#: Purpose of a group ("owners": sums, "stage": exchanges, "link": messages), and the ranks of its
+#: members; for a link the sender's and the receiver's.
+Name = tuple[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Wiring:
+    """Communicators of one worker, where there are GPUs."""
+
+    #: Names by ranks. They may be requested in the order of their first use, which all workers
+    #: share.
+    names: tuple[Name, ...] = ()
+    #: Bytes of its GPU that they take.
+    device_bytes: int = 0
+
+
+#: Wiring of meetings where everything goes through the host.
+NO_WIRING = Wiring()
+
+
+def wiring_of(plan: Plan, worker: WorkerId, *, tied: Ties, ordered: bool) -> Wiring:
+    """Return the worker's wiring in the plan. `ordered`: in the order of first use, which all of
+    the plan's communicators determine."""
+    rank = {each: index for index, each in enumerate(plan.workers)}
+    if ordered:
+        rounds = in_rounds(communicators(plan, tied=tied))
+        own = [one for each in rounds for one in each if worker in one.members]
+    else:
+        own = list(communicators(plan, tied=tied, worker=worker))
+    return Wiring(
+        tuple((one.purpose, tuple(rank[member] for member in one.members)) for one in own),
+        sum(one.bytes_on(worker) for one in own),
+    )

@@ -19,6 +19,7 @@ from oobleck.core.errors import LayerLost
 from oobleck.core.ids import Generation, WorkerId
 from oobleck.core.messages import Assign
 from oobleck.core.plan import Plan
+from oobleck.planner.programs.communicators import wiring_of
 from oobleck.planner.programs.compiler.compile import Work
 from oobleck.planner.programs.compiler.own import OwnProgram, compile_own
 from oobleck.planner.programs.transfer import Transfer, plan_transfers
@@ -28,7 +29,6 @@ from oobleck.worker.preparation.source import ACKNOWLEDGED, REFUSED, Over, Sourc
 from oobleck.worker.state.layout import layer_sizes
 from oobleck.worker.state.precision import state_dtype
 from oobleck.worker.state.progress import Omissions
-from oobleck.worker.transport.connect import wiring_of
 from oobleck.worker.transport.linked import LinkTransport
 from oobleck.worker.transport.links.calls import Card
 from oobleck.worker.transport.links.link import Content, Incoming

@@ -22,10 +22,10 @@ from oobleck.core.ids import Generation
 from oobleck.core.messages import LinkMeasured, LinkPair, Measure, Measured
 from oobleck.core.profile import LinkMeasurement, Scope
 from oobleck.planner.profile.sharing import sharing_sizes
+from oobleck.planner.programs.communicators import Wiring
 from oobleck.worker.context import WorkerContext
 from oobleck.worker.profiling.measure_layers import Check, measure_alone, measure_layers
 from oobleck.worker.runtime.errors import JobError, Superseded, TransportError
-from oobleck.worker.transport.connect import Wiring
 from oobleck.worker.transport.linked import LinkTransport
 from oobleck.worker.transport.links.calls import Card
 from oobleck.worker.transport.meeting import epoch_of, secret_of

@@ -18,7 +18,6 @@ from collections.abc import Callable
 import torch
 
 from oobleck.core.ids import WorkerId
-from oobleck.core.messages import Assign
 from oobleck.core.units import format_bytes
 from oobleck.worker.membership import Membership
 from oobleck.worker.runtime.errors import (
@@ -125,11 +124,13 @@ class Forgiven:
             progress.discard()
         return True
 
-    def check_mapped(self, error: TransportError, assign: Assign) -> None:
-        """Raise NodeError if memory cannot be mapped again, although no process has ended since."""
+    def check_mapped(self, error: TransportError, present: tuple[str, ...]) -> None:
+        """Raise NodeError if memory cannot be mapped again, although no process has ended since.
+
+        `present`: cards of the processes that met.
+        """
         if not isinstance(error, Unmapped):
             return
-        present = assign.rendezvous.cards
         if present == self._unmapped_with:
             raise NodeError(
                 f"{error}: {self._worker.node} does not let its processes map each other's GPU "

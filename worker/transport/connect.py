@@ -16,12 +16,12 @@ from oobleck.core.codec import decode, encode
 from oobleck.core.ids import WorkerId
 from oobleck.core.job.spec import TransportName
 from oobleck.core.messages import Launch
-from oobleck.core.plan import Plan
-from oobleck.core.ties import Ties
 from oobleck.host.device import SHARED
 from oobleck.planner.programs.communicators import (
     MOST_COMMUNICATORS,
-    communicators,
+    NO_WIRING,
+    Name,
+    Wiring,
     for_state,
     in_rounds,
 )
@@ -29,7 +29,6 @@ from oobleck.planner.programs.transfer import Transfer
 from oobleck.worker.runtime.device import held_by_others, limit_allocator, nccl_version, open_device
 from oobleck.worker.runtime.errors import TransportError
 from oobleck.worker.transport.linked import LinkTransport
-from oobleck.worker.transport.nccl.communicator import Name
 from oobleck.worker.transport.nccl.connect import LIMIT_S, STATE_LIMIT_S, Communicators, stamps_of
 from oobleck.worker.transport.nccl.group import Aborts, GroupMaker, NcclMaker
 from oobleck.worker.transport.nccl.transport import NcclTransport
@@ -81,36 +80,6 @@ def choose(has_gpu: bool, wanted: TransportName, told: Sequence["Announced"]) ->
     if why:
         log.warning("staged through host memory, which is slow", extra={"why": why})
     return "staged" if why else "nccl"
-
-
-@dataclass(frozen=True, slots=True)
-class Wiring:
-    """Communicators of one worker, where there are GPUs."""
-
-    #: Names by ranks. They may be requested in the order of their first use, which all workers
-    #: share.
-    names: tuple[Name, ...] = ()
-    #: Bytes of its GPU that they take.
-    device_bytes: int = 0
-
-
-#: Wiring of meetings where everything goes through the host.
-NO_WIRING = Wiring()
-
-
-def wiring_of(plan: Plan, worker: WorkerId, *, tied: Ties, ordered: bool) -> Wiring:
-    """Return the worker's wiring in the plan. `ordered`: in the order of first use, which all of
-    the plan's communicators determine."""
-    rank = {each: index for index, each in enumerate(plan.workers)}
-    if ordered:
-        rounds = in_rounds(communicators(plan, tied=tied))
-        own = [one for each in rounds for one in each if worker in one.members]
-    else:
-        own = list(communicators(plan, tied=tied, worker=worker))
-    return Wiring(
-        tuple((one.purpose, tuple(rank[member] for member in one.members)) for one in own),
-        sum(one.bytes_on(worker) for one in own),
-    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,11 +3,10 @@
 import pytest
 import torch
 
-from oobleck.core.messages import Assign, Rendezvous
 from oobleck.worker.recovery.forgiven import Forgiven
 from oobleck.worker.runtime.errors import NodeError, TransportError, Unmapped
 from oobleck.worker.state.progress import TrainingProgress
-from support.director import make_plan, worker_named
+from support.director import worker_named
 
 SHORT = torch.OutOfMemoryError("CUDA out of memory\nof 80 GiB")
 
@@ -87,16 +86,10 @@ def test_a_way_into_a_generation_is_tried_once_more_and_then_the_nodes_fault() -
 
 def test_memory_that_cannot_be_mapped_is_the_hosts_fault_where_nobody_has_ended() -> None:
     forgiven, _ = after(4)
-
-    def meeting(*cards: str) -> Assign:
-        plan = make_plan(1, [[("a", 5)]], [8])
-        rendezvous = Rendezvous(host="", prefix="", cards=cards)
-        return Assign(plan=plan, rendezvous=rendezvous, boundary=False)
-
     unmapped = Unmapped("NCCL: ncclUnhandledCudaError (peer access is not supported)")
-    forgiven.check_mapped(unmapped, meeting())
-    forgiven.check_mapped(unmapped, meeting("1", "2"))
-    forgiven.check_mapped(TransportError("socket closed"), meeting("1", "2"))
-    forgiven.check_mapped(unmapped, meeting("1", "3"))
+    forgiven.check_mapped(unmapped, ())
+    forgiven.check_mapped(unmapped, ("1", "2"))
+    forgiven.check_mapped(TransportError("socket closed"), ("1", "2"))
+    forgiven.check_mapped(unmapped, ("1", "3"))
     with pytest.raises(NodeError, match=r"peer access .* a does not let .* --ipc=host"):
-        forgiven.check_mapped(unmapped, meeting("1", "3"))
+        forgiven.check_mapped(unmapped, ("1", "3"))

@@ -29,12 +29,12 @@ from oobleck.core.instructions import (
     SyncGradient,
 )
 from oobleck.core.plan import Plan
+from oobleck.planner.programs.communicators import Name, wiring_of
 from oobleck.planner.programs.compiler.compile import compile_programs
 from oobleck.worker.runtime.errors import HelperLost, NodeError, TransportError, Unmapped
 from oobleck.worker.step.mailbox import AHEAD
-from oobleck.worker.transport.connect import wiring_of
 from oobleck.worker.transport.linked import LinkTransport
-from oobleck.worker.transport.nccl.communicator import Line, Name
+from oobleck.worker.transport.nccl.communicator import Line
 from oobleck.worker.transport.nccl.connect import Communicators, is_kept, stamps_of
 from oobleck.worker.transport.nccl.group import Aborts, peers_may_fail
 from oobleck.worker.transport.nccl.transport import NcclTransport

@@ -19,20 +19,14 @@ import torch
 from torch._C._distributed_c10d import AllreduceOptions
 
 from oobleck.host.device import worker_environment
+from oobleck.planner.programs.communicators import Name, wiring_of
 from oobleck.planner.programs.transfer import Transfer
 from oobleck.worker.runtime.errors import TransportError
-from oobleck.worker.transport.connect import (
-    Announced,
-    Moving,
-    choose,
-    ways_of_state,
-    wiring_of,
-)
+from oobleck.worker.transport.connect import Announced, Moving, choose, ways_of_state
 from oobleck.worker.transport.linked import LinkTransport
 from oobleck.worker.transport.links.calls import Card
 from oobleck.worker.transport.links.hub import Links
 from oobleck.worker.transport.meeting import secret_of
-from oobleck.worker.transport.nccl.communicator import Name
 from oobleck.worker.transport.nccl.connect import Communicators
 from oobleck.worker.transport.nccl.group import Aborts, Identifiers, NcclMaker
 from oobleck.worker.transport.nccl.transport import NcclTransport

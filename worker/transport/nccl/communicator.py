@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import AllreduceOptions, AllToAllOptions, Work
 
+from oobleck.planner.programs.communicators import Name
 from oobleck.worker.runtime.errors import NodeError, TransportError
 from oobleck.worker.transport.linked import LinkTransport
 from oobleck.worker.transport.links.link import Incoming
@@ -39,9 +40,6 @@ from oobleck.worker.transport.nccl.group import ProcessGroup, peers_may_fail
 
 _NUMBER = struct.Struct("!Q")
 
-#: Purpose of a group ("owners": sums, "stage": exchanges, "link": messages), and the ranks of its
-#: members; for a link the sender's and the receiver's.
-Name = tuple[str, tuple[int, ...]]
 
 #: Part in an operation: of a link the sender's or the receiver's; else the same for each member.
 Part = Literal["send", "receive", "sum", "exchange"]

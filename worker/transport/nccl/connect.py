@@ -31,6 +31,7 @@ import msgspec
 import torch
 
 from oobleck.planner.profile.memory import GROUP_CTAS, LINK_CTAS
+from oobleck.planner.programs.communicators import Name
 from oobleck.worker.runtime import pulse
 from oobleck.worker.runtime.errors import HelperLost, InvariantViolation, TransportError
 from oobleck.worker.transport.linked import LinkTransport
@@ -40,7 +41,6 @@ from oobleck.worker.transport.nccl.communicator import (
     Communicator,
     Key,
     Line,
-    Name,
     key_of,
     part_of,
 )

@@ -48,6 +48,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Work
 
+from oobleck.planner.programs.communicators import Name
 from oobleck.worker.runtime import pulse
 from oobleck.worker.runtime.errors import TransportError
 from oobleck.worker.transport.linked import LinkTransport
@@ -56,7 +57,6 @@ from oobleck.worker.transport.nccl.communicator import (
     Communicator,
     Key,
     Line,
-    Name,
     Operation,
     Part,
     part_of,

@@ -7,9 +7,10 @@ from itertools import pairwise
 import pytest
 import torch
 
+from oobleck.planner.programs.communicators import NO_WIRING, Wiring
 from oobleck.worker.runtime.errors import TransportError
 from oobleck.worker.transport import connect, tree
-from oobleck.worker.transport.connect import NO_WIRING, Connector, Wiring
+from oobleck.worker.transport.connect import Connector
 from oobleck.worker.transport.linked import LinkTransport
 from oobleck.worker.transport.tree import ring_neighbours, sum_neighbours, tree_neighbours
 from support.meeting import Party
