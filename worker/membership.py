@@ -133,7 +133,8 @@ class Membership:
             epoch = epoch_of(generation, 0 if suffix else 1)
             cards = [Card.read(card) for card in assign.rendezvous.cards if card]
             context.links.favour(epoch, cards)
-            self._host = LinkTransport(
+            #: Transport over the links.
+            self.host = LinkTransport(
                 context.links,
                 epoch,
                 secret_of(assign.rendezvous.prefix + suffix),
@@ -142,9 +143,9 @@ class Membership:
                 on_lost=self._peer_lost,
                 names=_names_of(assign),
             )
-            undo.callback(self._host.abort)
+            undo.callback(self.host.abort)
             #: Called at an abrupt change and at the loss of a peer: it ends every wait for others.
-            self._release = self._host.abort
+            self._release = self.host.abort
             control.on_abrupt(self._release)
             try:
                 self.transport = self._connect(assign, standing, wiring, moving)
@@ -168,7 +169,7 @@ class Membership:
         moving: Callable[[Sequence[bytes]], Moving] | None,
     ) -> Transport:
         """Wait for all members, and connect to this worker's neighbours."""
-        context, generation, host = self._context, self._generation, self._host
+        context, generation, host = self._context, self._generation, self.host
         connector = context.connector
         near = connector.near(host.rank, host.size, wiring)
 
@@ -213,7 +214,7 @@ class Membership:
 
     def silent(self) -> Sequence[WorkerId]:
         """Return peers whose hosts have been silent for about the time that counts as a loss."""
-        return [self._members[rank] for rank in self._host.silent()]
+        return [self._members[rank] for rank in self.host.silent()]
 
     @contextmanager
     def failing(self) -> Iterator[None]:
@@ -230,14 +231,9 @@ class Membership:
                 raise failure from None
             raise
 
-    @property
-    def host(self) -> LinkTransport:
-        """Transport over the links."""
-        return self._host
-
     def stand_down(self) -> None:
         """Stop reporting lost peers, because training is over."""
-        self._host.stand_down()
+        self.host.stand_down()
 
     def leave(self, *, orderly: bool) -> None:
         """Leave the generation.

@@ -202,7 +202,7 @@ class Connector:
         little moves. Raises TransportError when it cannot be built, or `host` is aborted meanwhile;
         HelperLost and NodeError where the GPU is no longer usable.
         """
-        self._communicators.settle(host.check)
+        self._communicators.aborts.settle(host.check)
         try:
             said = [decode(Announced, word) for word in words]
         except ValueError as error:

@@ -82,7 +82,7 @@ class Meeting:
         self.links = links
         self.rank = rank
         self.size = size
-        self._epoch = epoch
+        self.epoch = epoch
         self._secret = secret
         self._cards: Sequence[Card] = ()
         self._peers: Sequence[bytes] = ()
@@ -124,7 +124,7 @@ class Meeting:
         try:
             told = self._exchange(self._place(host, cards or {}), said, check_newest)
         except (Superseded, CalledOff):
-            self.links.leave(self._epoch, Kind.CALLED_OFF)
+            self.links.leave(self.epoch, Kind.CALLED_OFF)
             raise
         met, words = [], []
         for each in words_of_all(told, self.size):
@@ -157,7 +157,7 @@ class Meeting:
         self.others = frozenset({*self.others, peer})
 
     def _proof(self, of: bytes, to: bytes, said: bytes) -> bytes:
-        return greeting.prove_member(self._secret, self._epoch, of, to, said)
+        return greeting.prove_member(self._secret, self.epoch, of, to, said)
 
     def _exchange(self, place: _Place, said: bytes, check_newest: CheckNewest) -> bytes:
         """Exchange words, and return those of all."""
@@ -256,17 +256,13 @@ class Meeting:
         if self.links.linked(card.identity):
             return True
         call = self.links.call_to(card.identity)
-        if call is None or call.epoch != self._epoch:  # another meeting's call proves nothing here
+        if call is None or call.epoch != self.epoch:  # another meeting's call proves nothing here
             return False
         if (problem := call.problem) is not None:
             if isinstance(problem, TimeoutError) or problem.errno in NO_WAY:
                 raise Unreached(f"{card.host} does not answer: {problem}", rank)
             raise TransportError(f"{card.host} does not take a connection: {problem}")
         return False
-
-    @property
-    def epoch(self) -> int:
-        return self._epoch
 
     def identities(self, ranks: Iterable[int]) -> tuple[bytes, ...]:
         """Return the identities of the processes with these ranks."""
@@ -368,12 +364,12 @@ class Meeting:
 
     def stand_down(self) -> None:
         """Leave the meeting: from now on neither this worker's end nor the others' is a loss."""
-        self.links.leave(self._epoch, Kind.GOODBYE)
+        self.links.leave(self.epoch, Kind.GOODBYE)
 
     def abort(self) -> None:
         with self.links.lock:
             self._end(TransportError("an operation was given up"))
-            self.links.leave(self._epoch, Kind.GIVEN_UP)
+            self.links.leave(self.epoch, Kind.GIVEN_UP)
             self.links.wake()
 
     def dispose(self) -> None:

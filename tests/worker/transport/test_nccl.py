@@ -134,7 +134,7 @@ class Cluster:
         """All communicators are ended."""
         for communicators in self.communicators:
             communicators.end_all()
-            communicators.settle(lambda: None)
+            communicators.aborts.settle(lambda: None)
 
     def close(self) -> None:
         for links in self.party.transports:
@@ -825,7 +825,7 @@ def test_generation_after_generation_nothing_is_left_behind(cluster):
             transport.dispose()
         for communicators in here.communicators:
             communicators.await_idle()
-            communicators.settle(lambda: None)
+            communicators.aborts.settle(lambda: None)
         names = [thread.name for thread in threading.enumerate()]
         threads.append(sum(name in ("abort", "connect") for name in names))
     assert threads == [0] * 4

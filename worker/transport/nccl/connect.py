@@ -143,7 +143,8 @@ class Communicators:
 
     def __init__(self, device: torch.device, aborts: Aborts, maker: GroupMaker) -> None:
         self.device = device
-        self._aborts = aborts
+        #: Ends under way.
+        self.aborts = aborts
         self._maker = maker
         self._streams = StreamRing(maker.take_stream)
         self._lock = threading.Lock()
@@ -230,7 +231,7 @@ class Communicators:
                     del self._all[each.key]
                     self._streams.let_go(each.stream)
                     ended.append(each.group)
-        self._aborts.begin(ended)
+        self.aborts.begin(ended)
 
     def end_all(self) -> None:
         """End all communicators: no later generation uses any of them."""
@@ -238,16 +239,6 @@ class Communicators:
         with self._lock:
             left = list(self._all.values())
         self.end(left)
-
-    # ---- ends under way
-
-    def leave_behind(self, thread: threading.Thread) -> None:
-        """Leave behind a thread that is in a call of NCCL's."""
-        self._aborts.wait_for(thread)
-
-    def settle(self, check: Callable[[], None]) -> None:
-        """Wait until all aborts have ended, as `Aborts.settle` does."""
-        self._aborts.settle(check)
 
 
 log = logging.getLogger(__name__)
@@ -344,7 +335,7 @@ class Connecting:
         with self._lock:
             self._given_up = True
         if self._thread.is_alive():
-            self._communicators.leave_behind(self._thread)
+            self._communicators.aborts.wait_for(self._thread)
         return list(self.made.values())
 
     # ---- in the thread

@@ -133,7 +133,7 @@ class NcclTransport:
         self._connecting: Connecting | None = None
         keys = {name: _key(name, links) for name in names if self.rank in name[1]}
         kept = communicators.keep({key: name[1] for name, key in keys.items()}, told)
-        communicators.settle(links.check)  # frees the memory of those that are not kept
+        communicators.aborts.settle(links.check)  # frees the memory of those that are not kept
         communicators.begin_use()
         self._communicators = {name: kept[key] for name, key in keys.items() if key in kept}
         #: Number of kept communicators.
@@ -352,7 +352,7 @@ class NcclTransport:
         self._kept.end(ended)
         # Before any other launch, whose kernels an abort might wait for; and a step needs their
         # memory.
-        self._kept.settle(self.links.check)
+        self._kept.aborts.settle(self.links.check)
 
     def complete(self) -> None:
         while self._under_way:
