@@ -77,11 +77,10 @@ def crowded(x: Batches, sign: float) -> Tree:
     return map_tensors(fill, x.one)
 
 
-def same_row(a: Tree, b: Tree, *, exact: bool, row: int = 0, there: int | None = None) -> bool:
-    """Return whether `row` of `a` is row `there` of `b` (None: `row`) up to rounding. Without
-    `exact` more rounding is allowed, as between batches of unlike sizes. A batch of one row is
-    compared by that row."""
-    found = unlike(a, b, exact=exact, row=row, there=there)
+def same_row(a: Tree, b: Tree, *, exact: bool, row: int = 0) -> bool:
+    """Return whether `row` of `a` is that of `b` up to rounding. Without `exact` more rounding is
+    allowed, as between batches of unlike sizes. A batch of one row is compared by that row."""
+    found = unlike(a, b, exact=exact, row=row)
     return structure(a) == structure(b) and next(found, None) is None
 
 
