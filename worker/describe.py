@@ -144,24 +144,6 @@ def _made_up(spec: OwnModelSpec, *, most: int) -> tuple[Tensor, Tensor]:
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def main() -> NoReturn:
-    result = os.dup(1)
-    os.dup2(2, 1)
-    warnings.simplefilter("ignore")
-    # Ctrl-C must end the process; a KeyboardInterrupt of user code is an error like any other.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    code.mark_in(Marker(int(sys.argv[-1])))
-    torch.set_num_threads(1)
-    code.allow((code.ANY,))  # it is the user's own machine
-    found = look_at(parse_job(sys.stdin.read()), always="--always" in sys.argv[1:])
-    with os.fdopen(result, "w") as out:
-        json.dump(asdict(found), out)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Unloading torch piece by piece takes half a second.
-    code.end_process(0)
-
-
 # ---- Checks that a user's data set returns the same samples in any order, with plausible
 # targets.
 #
@@ -231,3 +213,24 @@ def _copy(samples: Iterable[tuple[Any, Any]]) -> bool:
             return False
         unlike |= not torch.equal(inputs[1:][counted[:-1]], targets[:-1][counted[:-1]])
     return unlike
+
+
+# ---- The process
+
+
+def main() -> NoReturn:
+    result = os.dup(1)
+    os.dup2(2, 1)
+    warnings.simplefilter("ignore")
+    # Ctrl-C must end the process; a KeyboardInterrupt of user code is an error like any other.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    code.mark_in(Marker(int(sys.argv[-1])))
+    torch.set_num_threads(1)
+    code.allow((code.ANY,))  # it is the user's own machine
+    found = look_at(parse_job(sys.stdin.read()), always="--always" in sys.argv[1:])
+    with os.fdopen(result, "w") as out:
+        json.dump(asdict(found), out)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Unloading torch piece by piece takes half a second.
+    code.end_process(0)

@@ -109,6 +109,9 @@ class Order:
         return permute(places, self.samples, seed=0, epoch=_SPLIT) if self.held_out else places
 
 
+# ---- Objectives of training on token rows.
+
+
 #: Share of a row's tokens to learn; of these, the shares masked and replaced at random.
 CHOSEN = 0.15
 MASKED = 0.8
