@@ -43,7 +43,7 @@ from oobleck.core.job.spec import DataSpec, JobSpec, TrainingSpec
 from oobleck.core.job.optimization import OptimizerSpec
 from oobleck.worker.models.registry import initialise_parameters
 from oobleck.worker.models.registry import build_layer
-from oobleck.worker.state import own_optimizer
+from oobleck.worker.state import optimizer as optimizers
 from oobleck.worker.state.optimizer import update
 from oobleck.worker.state.optimizer import Slice
 from oobleck.worker.runtime.random import RowKeys
@@ -61,7 +61,7 @@ for optimizer in (OptimizerSpec(), OptimizerSpec(name="sgd", momentum=0.9)):
     update([Slice(storage=storage, gradient=torch.ones(9), decayed=True)], training, 1)
 print(*sorted(set(sys.modules) - loaded))
 # Before the first worker of a job that names its optimizer.
-assert own_optimizer.load()
+assert optimizers.load()
 loaded = set(sys.modules)
 weights = torch.nn.Parameter(torch.zeros(9))
 weights.grad = torch.ones(9)

@@ -19,13 +19,13 @@ TEXT = "".join(f"Sentence number {n}.\n" for n in range(400))
 OPEN = """
 import sys
 from oobleck.core.job.spec import DataSpec
-from oobleck.worker.data import dataset, token_cache
+from oobleck.worker.data import dataset
 made = 0
 def counting(*arguments, **named):
     global made
     made += 1
     return tokenise(*arguments, **named)
-tokenise, token_cache.tokenise = token_cache.tokenise, counting
+tokenise, dataset.tokenise = dataset.tokenise, counting
 print("loaded", flush=True)
 sys.stdin.readline()
 text, tokenizer, cache = sys.argv[1:]
