@@ -70,6 +70,6 @@ def training(job: JobSpec, device: torch.device = _HOST) -> Iterator[Executor]:
         for layer in range(job.model.layer_count):
             context.state.initialise(layer)
         program = compile_own(plan, worker, tied=job.model.ties)
-        preparing = Preparing(context, lambda plan: compile_own(plan, worker, tied=job.model.ties))
+        preparing = Preparing(context)
         yield Executor(context, plan, program, transport, prefetcher, Saver(context), preparing)
     prefetcher.close()
