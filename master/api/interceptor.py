@@ -42,6 +42,8 @@ log = logging.getLogger(__name__)
 #: Names of status codes by gRPC's numbers.
 _CODES = {code.value[0]: code.name for code in grpc.StatusCode}
 _UNBOUNDED = 1 << 30
+#: In place of a request after the last one.
+_END = grpc.aio.EOF  # type: ignore[attr-defined] # the stubs lack it
 _FOREIGN = (
     "the request is not an uncompressed message of this service; install the same version on both "
     "sides"
@@ -210,20 +212,22 @@ def _read(kind: type[Message], most_bytes: int, data: bytes) -> Any:
     return message
 
 
-async def _each(requests: AsyncIterator[bytes], read: Read, share: Share) -> AsyncIterator[Any]:
+# gRPC's own iterator of requests keeps itself, and with it the call, in a cycle of references.
+async def _each(context: Any, read: Read, share: Share) -> AsyncIterator[Any]:
     """Yield the requests of a stream in the share's turns. Raises _Malformed."""
-    async for request in requests:
+    while (request := await context.read()) is not _END:
         await share.turns.take()
         yield read(request)
 
 
-async def _only(requests: AsyncIterator[bytes], read: Read, share: Share) -> Any:
+async def _only(context: Any, read: Read, share: Share) -> Any:
     """Return the one request of a call. Raises _Malformed."""
     async with share.receiving:
-        async for request in requests:
-            await share.turns.take()
-            return read(request)
-    raise _Malformed("the call came without a request")
+        request = await context.read()
+        if request is _END:
+            raise _Malformed("the call came without a request")
+        await share.turns.take()
+        return read(request)
 
 
 @asynccontextmanager
@@ -265,28 +269,30 @@ async def _told(context: Any) -> AsyncIterator[None]:
         await context.abort(grpc.StatusCode.INTERNAL, "the master failed; its log tells why")
 
 
-def _letting_go(guarded: Callable[[Any, Any], Awaitable[Any]]) -> Any:
-    """Wrap a method so that the error that ends a call does not keep its request. gRPC holds the
-    error in a cycle of references, until the next collection."""
+def _letting_go(guarded: Callable[[Any], Awaitable[Any]]) -> Any:
+    """Wrap a method so that the error that ends a call does not keep the call. The call has that
+    error, so there would be a cycle of references, until the next collection."""
 
-    async def answered(requests: AsyncIterator[bytes], context: Any) -> Any:
+    async def answered(requests: object, context: Any) -> Any:
+        del requests
         try:
-            return await guarded(requests, context)
+            return await guarded(context)
         except grpc.aio.AbortError as aborted:
             aborted.__context__ = None
+            del context  # the error's traceback will have this frame
             raise aborted.with_traceback(None) from None
 
     return answered
 
 
 def _one_reply(handler: Handler, read: Read, around: Around, limit_s: float) -> Any:
-    async def guarded(requests: AsyncIterator[bytes], context: Any) -> Any:
+    async def guarded(context: Any) -> Any:
         async with around(context) as share:
 
             async def answer() -> Any:
                 if handler.request_streaming:
-                    return await handler.stream_unary(_each(requests, read, share), context)
-                return await handler.unary_unary(await _only(requests, read, share), context)
+                    return await handler.stream_unary(_each(context, read, share), context)
+                return await handler.unary_unary(await _only(context, read, share), context)
 
             return await _in_time(limit_s, context, answer)
 
@@ -294,12 +300,12 @@ def _one_reply(handler: Handler, read: Read, around: Around, limit_s: float) -> 
 
 
 def _many_replies(handler: Handler, read: Read, around: Around, check: Check) -> Any:
-    async def guarded(requests: AsyncIterator[bytes], context: Any) -> None:
+    async def guarded(context: Any) -> None:
         async with around(context) as share:
             if handler.request_streaming:
-                await handler.stream_stream(_each(requests, read, share), context)
+                await handler.stream_stream(_each(context, read, share), context)
                 return
-            request = await _in_time(UNARY_S, context, lambda: _only(requests, read, share))
+            request = await _in_time(UNARY_S, context, lambda: _only(context, read, share))
             async with aclosing(handler.unary_stream(request, context)) as replies:
                 async for reply in replies:
                     await share.turns.take()
