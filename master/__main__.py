@@ -29,7 +29,7 @@ from oobleck.host.storage.backup import AUTHORITY, JOURNAL, Summary
 from oobleck.host.system.process import allow_open_files, die_with_parent
 from oobleck.master import process
 from oobleck.master.config import MasterConfig, Retention, Unusable
-from oobleck.master.process import locked, short_collections
+from oobleck.master.process import locked, share_heap, short_collections
 from oobleck.master.server import serve
 from oobleck.master.state.validate import InvariantViolation
 from oobleck.master.storage.backup import (
@@ -334,6 +334,7 @@ def master(
             _fill(config, backups)
             path = config.state_dir / JOURNAL
             journal = Journal(path, salvage=salvage_journal, compact_bytes=compact_bytes)
+            share_heap()
             with contextlib.closing(journal), short_collections():
                 asyncio.run(serve(config, journal))
     except (Unusable, JournalUnusable) as error:

@@ -2,10 +2,14 @@
 
 A state directory has one master at a time.
 
-Free memory goes back to the kernel, and collections are short. Python's cycle collector looks at
-every living object while all tasks wait: with a thousand agents for 115 to 135 ms, once in ten
-seconds. So objects that have survived one full collection are left out of the next ones, until all
-are looked at again after ten minutes.
+Free memory goes back to the kernel. By default each of gRPC's threads takes memory from a heap of
+its own, up to eight for each core, and the others cannot use what is free there. So all threads
+share one.
+
+Collections are short. Python's cycle collector looks at every living object while all tasks wait:
+with a thousand agents for 115 to 135 ms, once in ten seconds. So objects that have survived one
+full collection are left out of the next ones, until all are looked at again after ten minutes. A
+cycle of references that was alive in one stays so long.
 
 A crash point makes the master die as by `kill -9`. `arm` is called once, from the command line; if
 nothing is armed `reach` does nothing. The point of a torn write lies between its two halves.
@@ -25,6 +29,8 @@ from oobleck.master.config import Unusable
 
 #: File in a state directory that its master locks; it stays when the master ends.
 LOCK = "lock"
+#: M_ARENA_MAX of glibc.
+_ARENA_MAX = -8
 _OLDEST = 2
 #: Interval between collections of all objects; an excluded cycle may live this long.
 _WHOLE_S = 600.0
@@ -70,13 +76,16 @@ def locked(state_dir: Path) -> Iterator[None]:
         os.close(lock)
 
 
+def share_heap() -> None:
+    """Have all threads take memory from one heap. Does nothing where the C library cannot."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).mallopt(_ARENA_MAX, 1)
+
+
 def give_back() -> None:
     """Return free heap memory to the kernel. Does nothing where the C library cannot."""
-    try:
-        trim = ctypes.CDLL(None).malloc_trim
-    except (OSError, AttributeError):
-        return
-    trim(0)
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 @contextlib.contextmanager

@@ -61,6 +61,9 @@ _LOOK_S = 1.0
 _BLIND_LOOK_S = 0.2
 _GLANCE_S = 0.05
 _GROWTH = 256
+#: Connections that have come or gone between two looks, from which on free memory is given back:
+#: each had some 100 KiB, most of it for TLS.
+_MANY = 16
 #: Time from a failed look to the next.
 _AGAIN_S = 10.0
 #: Time between two lines of the log about one source.
@@ -133,6 +136,8 @@ class Connections:
         #: Time when a source's agent was last seen to have a proven connection.
         self._agent_at: dict[bytes, float] = {}
         self._told_at: dict[bytes, float] = {}
+        #: All connections at the last look.
+        self._seen: frozenset[Peer] = frozenset()
         #: Sources that get no new connections now.
         self.refused: frozenset[bytes] = frozenset()
 
@@ -187,13 +192,14 @@ class Connections:
             if self.refused != before:
                 there.refuse(self.refused, partly=set(filter(self._has_agent, self.refused)))
                 self._tell(self.refused - before, waiting)
-                if not self.refused:
-                    await asyncio.to_thread(give_back)
 
     def waiting(self, there: Port) -> Counter[bytes]:
         """Count the waiting connections by source. Raises OSError."""
         known = list(self._known.items())  # the kernel's answer lacks later ones
         waiting = set(there.peers())
+        if len(waiting ^ self._seen) >= _MANY:
+            give_back()
+        self._seen = frozenset(waiting)
         of_holder: Counter[str] = Counter()
         for name, (peer, who) in known:
             if peer not in waiting or (who is not None and self._was_revoked(who)):

@@ -1,6 +1,9 @@
-"""When the master's process looks for cycles of objects that nobody has any more."""
+"""The master's heap: when it is searched for cycles of objects that nobody has any more, who takes
+memory from it, and when its free memory goes back."""
 
 import gc
+import subprocess
+import sys
 import weakref
 from collections.abc import Iterator
 
@@ -42,3 +45,44 @@ def test_a_collection_leaves_out_what_outlived_one_until_all_is_looked_through()
         assert old_lives() is None
     assert gc.get_freeze_count() == 0
     assert not [hook for hook in gc.callbacks if "short_collections" in repr(hook)]
+
+
+#: The C library tells of each heap in a line of XML.
+HEAPS = """
+import ctypes, sys, tempfile, threading
+from pathlib import Path
+from oobleck.master.process import share_heap
+
+if sys.argv[1] == "shared":
+    share_heap()
+libc = ctypes.CDLL(None)
+libc.malloc.restype = libc.fopen.restype = ctypes.c_void_p
+go_on = threading.Barrier(5)
+
+def take():
+    assert libc.malloc(ctypes.c_size_t(5000))
+    go_on.wait()
+    go_on.wait()
+
+threads = [threading.Thread(target=take) for _ in range(4)]
+for thread in threads:
+    thread.start()
+go_on.wait()
+with tempfile.TemporaryDirectory() as folder:
+    path = Path(folder) / "told"
+    told = ctypes.c_void_p(libc.fopen(str(path).encode(), b"w"))
+    libc.malloc_info(0, told)
+    libc.fclose(told)
+    print(path.read_text().count("<heap nr="))
+go_on.wait()
+"""
+
+
+def test_all_threads_take_memory_from_one_heap() -> None:
+    def heaps(how: str) -> int:
+        command = [sys.executable, "-c", HEAPS, how]
+        told = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True)
+        return int(told.stdout)
+
+    assert heaps("shared") == 1
+    assert heaps("not") > 1

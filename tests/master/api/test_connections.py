@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import ctypes
 import socket
 import time
 from pathlib import Path
@@ -37,6 +38,8 @@ DEADLINE_S = 240.0
 #: Long enough for a connection on this host; one that is refused has no answer at all.
 UNANSWERED_S = 0.5
 HERE, THERE = "127.0.0.1", "127.0.0.2"
+#: Free memory within the heap, and the pieces that it was taken in: too small for a mapping each.
+LEFT_BYTES, PIECE_BYTES = 32 << 20, 32 << 10
 #: Of a TLS handshake.
 BEGUN = b"\x16\x03\x01"
 HOSTS = [number.to_bytes(4) for number in range(10)]
@@ -189,6 +192,37 @@ def test_a_holder_has_some_connections_that_do_not_wait_until_it_is_revoked() ->
         assert waiting() == 2
         revoked.add(eve)
         assert waiting() == MOST_OF_HOLDER + 2
+
+
+def test_free_memory_goes_back_once_many_connections_have_come_or_gone() -> None:
+    def anonymous_bytes() -> int:
+        fields = Path("/proc/self/status").read_text().partition("RssAnon:")[2].split()
+        return int(fields[0]) << 10
+
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, (ctypes.c_void_p,)
+    with (
+        socket.create_server((HERE, 0), backlog=100) as server,
+        Port(port := server.getsockname()[1]) as watched,
+        contextlib.ExitStack() as clients,
+    ):
+        connections = Connections(time.monotonic, lambda who: False)
+        connections.waiting(watched)
+        held: list[int] = []
+        for _ in range(LEFT_BYTES // PIECE_BYTES):
+            held.append(libc.malloc(PIECE_BYTES))
+            ctypes.memset(held[-1], 1, PIECE_BYTES)
+        for piece in held[:-1]:  # the last one keeps the heap's end where it is
+            libc.free(piece)
+        left = anonymous_bytes()
+        clients.enter_context(connect(HERE, port))
+        connections.waiting(watched)
+        assert anonymous_bytes() > left - LEFT_BYTES // 2
+        for _ in range(16):
+            clients.enter_context(connect(HERE, port))
+        connections.waiting(watched)
+        assert anonymous_bytes() < left - LEFT_BYTES // 2
+        libc.free(held[-1])
 
 
 def test_a_crowd_that_makes_no_call_shuts_its_own_door_alone(tmp_path: Path) -> None:
