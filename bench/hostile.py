@@ -10,7 +10,8 @@ workers are killed with SIGKILL, and measured are
 - loop: how late the master's event loop is, by the time of a refusal at its page of metrics, which
   takes three turns of the loop and nothing else of the master;
 - call: the time of an honest operator's call on a connection of its own;
-- memory: of the master, above that when the attack began (PSS);
+- memory: of the master, above that when the attack began (PSS without what is read from files,
+  which counts for less or more as other processes that share it come and go);
 - recovery: from the signal to the commit of the next step in a new generation.
 
 The attackers' processes take processors from the job, as they would not from hosts of their own. So
@@ -70,7 +71,7 @@ class Part:
 
 def pss(pid: int) -> int:
     for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-        if line.startswith("Pss:"):
+        if line.startswith("Pss_Anon:"):
             return int(line.split()[1]) << 10
     raise RuntimeError("the kernel does not tell the memory")
 

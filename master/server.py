@@ -85,7 +85,7 @@ async def serve(config: MasterConfig, journal: Journal) -> None:
     )
     calls = Calls(master.now)
     server = grpc.aio.server(
-        options=server_options(config.timing),
+        options=server_options(config.timing, secured=authority is not None),
         interceptors=(CallInterceptor(access.check, calls, Shares(connections.denied)),),
         maximum_concurrent_rpcs=MOST_CALLS,
     )

@@ -47,8 +47,11 @@ MOST_SENT_BYTES = 64 << 20
 MOST_METADATA_BYTES = 16 << 10
 #: Characters of a refusal's text. It may quote the caller, and a longer text does not get through.
 MOST_DETAILS = 1000
-#: Calls of one connection at a time. An agent has one; `oobleck` has some.
-MOST_STREAMS = 64
+#: Calls of one connection at a time: gRPC spends 20 KiB on each before anybody can be asked who
+#: calls. An agent has one, `oobleck` at most four, and a call that has ended counts for a moment.
+MOST_STREAMS = 8
+#: The same in the clear, where all clients of one process share a connection.
+MOST_FREE_STREAMS = 64
 MOST_CONNECTIONS = 10_000
 #: Calls of all connections at a time; further ones get RESOURCE_EXHAUSTED.
 MOST_CALLS = 20_000
@@ -123,7 +126,8 @@ def deadline_s(method: str) -> float:
     return _LONGER_S.get(method, UNARY_S)
 
 
-def server_options(detection: Detection) -> tuple[tuple[str, int], ...]:
+def server_options(detection: Detection, *, secured: bool) -> tuple[tuple[str, int], ...]:
+    """Return the options of gRPC. `secured`: callers have to show certificates."""
     # Until an agent is told the cluster's time-outs, it pings by its own.
     fastest_s = min(choose(mode, {}).ping_every_s for mode in MODES)
     ping_every_s = min(detection.ping_every_s, fastest_s)
@@ -143,7 +147,7 @@ def server_options(detection: Detection) -> tuple[tuple[str, int], ...]:
         # A few bytes may be megabytes when they are decompressed, which happens before the caller
         # is known. No client of ours compresses, and a compressed request is no message.
         ("grpc.per_message_decompression", 0),
-        ("grpc.max_concurrent_streams", MOST_STREAMS),
+        ("grpc.max_concurrent_streams", MOST_STREAMS if secured else MOST_FREE_STREAMS),
         ("grpc.max_metadata_size", MOST_METADATA_BYTES),
         ("grpc.absolute_max_metadata_size", MOST_METADATA_BYTES),
         ("grpc.max_allowed_incoming_connections", MOST_CONNECTIONS),

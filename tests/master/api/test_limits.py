@@ -124,11 +124,11 @@ def test_streams_of_one_connection_are_bounded(running: MasterProcess) -> None:
         options = (("grpc.use_local_subchannel_pool", 1),)
         async with grpc.aio.insecure_channel(running.address, options=options) as channel:
             stub = rpc.ControlStub(channel)  # type: ignore[no-untyped-call]
-            calls = [stub.Session() for _ in range(access.MOST_STREAMS)]
+            calls = [stub.Session() for _ in range(access.MOST_FREE_STREAMS)]
             for call in calls:
                 await call.write(pb.AgentMessage())  # is answered, so it is open there
             answered = await asyncio.gather(*(call.code() for call in calls))
-            held = [stub.Session() for _ in range(access.MOST_STREAMS)]
+            held = [stub.Session() for _ in range(access.MOST_FREE_STREAMS)]
             await asyncio.gather(*(call.wait_for_connection() for call in held))
             asking = rpc.OperatorStub(channel).ListJobs(pb.ListJobsRequest())  # type: ignore[no-untyped-call]
             other = code_of_list(running)
@@ -139,7 +139,7 @@ def test_streams_of_one_connection_are_bounded(running: MasterProcess) -> None:
             await asyncio.wait_for(asking, DEADLINE_S)
         return sum(code is grpc.StatusCode.INVALID_ARGUMENT for code in answered)
 
-    assert loops.run(crowd()) == access.MOST_STREAMS
+    assert loops.run(crowd()) == access.MOST_FREE_STREAMS
 
 
 async def code_of_list(running: MasterProcess) -> grpc.StatusCode:
@@ -170,7 +170,7 @@ def test_a_flood_of_pings_ends_the_connection(running: MasterProcess) -> None:
 
 def test_pings_of_agents_are_no_flood() -> None:
     for detection in DETECTIONS.values():
-        least_ms = dict(access.server_options(detection))[
+        least_ms = dict(access.server_options(detection, secured=True))[
             "grpc.http2.min_ping_interval_without_data_ms"
         ]
         assert all(least_ms <= 1000 * other.ping_every_s / 2 for other in DETECTIONS.values())

@@ -1,6 +1,7 @@
 """The calls of one holder of a certificate, over all its connections."""
 
 import asyncio
+import queue
 import signal
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack
@@ -8,8 +9,10 @@ from contextlib import AsyncExitStack
 import grpc
 import pytest
 
+from oobleck.cli.client import MasterClient
+from oobleck.cli.dashboard.following import Following
 from oobleck.host.ipc.endpoint import Endpoint
-from oobleck.host.security.credentials import Credentials
+from oobleck.host.security.credentials import Credentials, read_credentials
 from oobleck.host.security.pki import Identity
 from oobleck.master.api import access
 from oobleck.master.inbox import Changes, Turns
@@ -17,10 +20,13 @@ from oobleck.proto import control_pb2 as pb
 from oobleck.proto import control_pb2_grpc as rpc
 from oobleck.proto.secure import open_aio_channel
 from support import loops
+from support.crowd import job_text
 from support.holders import signed
 from support.secured import Secured
 
 DEADLINE_S = 240.0
+#: Of one connection at a time.
+CALLS = 8
 _ALONE = (("grpc.use_local_subchannel_pool", 1), ("grpc.max_send_message_length", -1))
 
 
@@ -60,7 +66,7 @@ def test_a_holder_has_so_many_calls_at_a_time_over_all_connections_and_others_ha
         eve, ann = (holder(secured, "viewer", name) for name in ("eve", "ann"))
         refused = asyncio.Event()
         async with AsyncExitStack() as stack:
-            connections = -(-access.MOST_OF_HOLDER // 32) + 1
+            connections = -(-access.MOST_OF_HOLDER // access.MOST_STREAMS) + 1
             channels = [
                 await stack.enter_async_context(channel(secured, eve)) for _ in range(connections)
             ]
@@ -71,7 +77,11 @@ def test_a_holder_has_so_many_calls_at_a_time_over_all_connections_and_others_ha
                 if await call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
                     refused.set()
 
-            calls = [asyncio.create_task(hold(one)) for one in channels for _ in range(32)]
+            calls = [
+                asyncio.create_task(hold(one))
+                for one in channels
+                for _ in range(access.MOST_STREAMS)
+            ]
             await until(refused)
             async with channel(secured, ann) as hers:
                 await rpc.OperatorStub(hers).ListNodes(  # type: ignore[no-untyped-call]
@@ -90,6 +100,55 @@ def test_a_holder_has_so_many_calls_at_a_time_over_all_connections_and_others_ha
                     assert code in (grpc.StatusCode.OK, grpc.StatusCode.RESOURCE_EXHAUSTED)
 
     loops.run(run())
+
+
+def test_a_connection_has_few_calls_at_a_time_and_each_follower_one_of_its_own(
+    secured: Secured,
+) -> None:
+    """So a dashboard of many browsers hears of all jobs at once."""
+    operator = Endpoint(address=secured.address, credentials=read_credentials(secured.operator))
+    with MasterClient(operator) as client:
+        job = client.submit(job_text(), "followed").job_id
+    heard: queue.Queue[int] = queue.Queue()
+
+    def follower(number: int) -> Following:
+        def read(client: MasterClient) -> None:
+            for _ in client.events(job, follow=True):
+                heard.put(number)
+
+        return Following(lambda: MasterClient(operator), read, f"follower {number}")
+
+    followers = [follower(number) for number in range(3 * CALLS)]
+    for one in followers:
+        one.start()
+    told = set[int]()
+    while len(told) < len(followers):
+        told.add(heard.get(timeout=DEADLINE_S))
+
+    async def run() -> None:
+        path, request = "/oobleck.Operator/Events", pb.EventsRequest(job_id=job, follow=True)
+        said = request.SerializeToString()
+        async with channel(secured, holder(secured, "viewer", "eve")) as eves:
+            calls = [eves.unary_stream(path)(said) for _ in range(CALLS)]
+            async with asyncio.timeout(DEADLINE_S):
+                for call in calls:
+                    await call.read()
+                further = eves.unary_stream(path)(said)
+                first = asyncio.ensure_future(further.read())
+                for _ in range(20):
+                    async with channel(secured, holder(secured, "viewer", "ann")) as hers:
+                        await rpc.OperatorStub(hers).ListNodes(  # type: ignore[no-untyped-call]
+                            pb.ListNodesRequest(), timeout=DEADLINE_S
+                        )
+                assert not first.done()
+                for call in calls:
+                    call.cancel()
+                await first
+                further.cancel()
+
+    loops.run(run())
+    for one in followers:
+        one.close()
 
 
 def test_an_agent_has_few_calls_that_send_more_than_one_message(secured: Secured) -> None:
