@@ -17,7 +17,7 @@ from pathlib import Path
 
 from bench.support.cluster import LocalCluster
 from bench.throughput import TEXT
-from oobleck.cli.cluster.examine import Question, of_cluster
+from oobleck.cli.cluster.doctor import Question, of_cluster
 
 WARM_UP_STEPS = 20
 #: In a round.

@@ -39,7 +39,7 @@ import torch
 from bench.support.baselines import Baseline, TorchContender
 from bench.support.engine import ENDLESS, ROOT, EngineContender, engine, plan_of
 from bench.support.turns import Contender, Turn, saving, speed, take_turns
-from oobleck.cli.jobs.own_model import with_description
+from oobleck.cli.jobs.own_code import with_description
 from oobleck.core.job.code import Json
 from oobleck.core.job.model import ModelSpec, OwnModelSpec
 from oobleck.core.job.spec import DataPlane, DataSpec, JobSpec, Precision, TrainingSpec

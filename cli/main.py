@@ -15,18 +15,18 @@ from oobleck.host import command
 #: Module and attribute of each command, and its line in `oobleck --help`.
 COMMANDS = {
     "local": ("oobleck.cli.cluster.local:local", "Run a whole cluster on this machine."),
-    "init": ("oobleck.cli.jobs.init:init", "Write a job file to start from."),
-    "check": ("oobleck.cli.jobs.check:check", "Check a job for problems."),
+    "init": ("oobleck.cli.jobs.files:init", "Write a job file to start from."),
+    "check": ("oobleck.cli.jobs.files:check", "Check a job for problems."),
     "submit": ("oobleck.cli.jobs.submit:submit", "Queue a training job."),
     "status": ("oobleck.cli.reading.show:status", "Show the cluster, or one job in full."),
     "top": ("oobleck.cli.top.top:top", "Watch nodes, a job and its events on one page."),
     "node": ("oobleck.cli.cluster.node:node", "Take a node out for maintenance, and back."),
     "nodes": ("oobleck.cli.reading.show:nodes", "List the nodes."),
     "jobs": ("oobleck.cli.reading.show:jobs", "List the jobs."),
-    "events": ("oobleck.cli.reading.events:events", "Show the events of a job."),
+    "events": ("oobleck.cli.reading.show:events", "Show the events of a job."),
     "metrics": ("oobleck.cli.jobs.metrics:metrics", "Show the loss of each step, and plot it."),
     "track": ("oobleck.cli.tracking.track:track", "Copy a job's metrics to TensorBoard or W&B."),
-    "logs": ("oobleck.cli.reading.logs:logs", "Show the output of a job's workers."),
+    "logs": ("oobleck.cli.reading.show:logs", "Show the output of a job's workers."),
     "dashboard": (
         "oobleck.cli.dashboard.command:dashboard",
         "Serve pages of the cluster for browsers.",
@@ -51,7 +51,7 @@ COMMANDS = {
         "Measure a job's model on the real devices.",
     ),
     "up": ("oobleck.cli.ssh.up:up", "Start agents on machines, by ssh."),
-    "down": ("oobleck.cli.ssh.down:down", "Stop agents on machines, by ssh."),
+    "down": ("oobleck.cli.ssh.up:down", "Stop agents on machines, by ssh."),
     "doctor": (
         "oobleck.cli.cluster.doctor:doctor",
         "Check the cluster's hosts for problems.",
@@ -62,8 +62,8 @@ COMMANDS = {
     ),
     "pki": ("oobleck.cli.cluster.pki:pki", "Issue and revoke certificates and join tokens."),
     "plan": ("oobleck.cli.planning.plan:plan", "Show the plan that a job would get."),
-    "config": ("oobleck.cli.jobs.config:config", "Show, check and describe job files."),
-    "completion": ("oobleck.cli.completion:completion", "Print a shell's completion script."),
+    "config": ("oobleck.cli.jobs.files:config", "Show, check and describe job files."),
+    "completion": ("oobleck.cli.options:completion", "Print a shell's completion script."),
 }
 
 EPILOG = """\b

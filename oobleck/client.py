@@ -16,8 +16,9 @@ from typing import Any
 
 from oobleck.cli import client as command
 from oobleck.cli import options
-from oobleck.cli.jobs import away, job_file
+from oobleck.cli.jobs import job_file
 from oobleck.cli.jobs.checkpoint import take
+from oobleck.cli.jobs.follow import Away, follow_events, follow_metrics
 from oobleck.cli.jobs.submit import send
 from oobleck.core.codec import decode
 from oobleck.core.ids import JobId
@@ -86,7 +87,7 @@ class Client:
         """Wait until the job has succeeded, and return its last status. Raises JobFailed if it
         failed or was cancelled, and TimeoutError after `timeout` seconds."""
         until = None if timeout is None else time.monotonic() + timeout
-        master = away.Away(log.warning)
+        master = Away(log.warning)
         while True:
             with from_command():
                 try:
@@ -117,7 +118,7 @@ class Client:
         with from_command():
             self._master.job(job)
             lines = (
-                away.follow_metrics(self._master, job, from_step=from_step, tell=log.warning)
+                follow_metrics(self._master, job, from_step=from_step, tell=log.warning)
                 if follow
                 else self._master.metrics(job, follow=False, from_step=from_step)
             )
@@ -129,7 +130,7 @@ class Client:
         also future events, until the job ends."""
         with from_command():
             records = (
-                away.follow_events(self._master, job, tell=log.warning)
+                follow_events(self._master, job, tell=log.warning)
                 if follow
                 else self._master.events(job, follow=False)
             )

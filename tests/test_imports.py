@@ -45,7 +45,7 @@ LEVELS = {
     "agent": ("processes", "connection"),
     "master": ("events", "state", "planning", "storage", "rules", "clients", "api", "metrics"),
     "cli": (
-        *("output", "view", "jobs", "reading", "tracking"),
+        *("output", "jobs", "view", "reading", "tracking"),
         *("cluster", "planning", "top", "ssh", "chaos", "dashboard"),
     ),
     "proto": (),

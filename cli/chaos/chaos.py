@@ -11,21 +11,21 @@ from typing import Any
 import click
 
 from oobleck.cli import options
-from oobleck.cli.chaos.drill import Drill, Orders
-from oobleck.cli.chaos.striker import Striker, check_here, check_master_here
-from oobleck.cli.chaos.strikes import (
+from oobleck.cli.chaos.drill import (
     DEFAULT_KINDS,
     KINDS,
     OUT_OF_REACH,
     OVER_SSH,
     TO_THE_MASTER,
+    Drill,
+    Orders,
     schedule,
 )
+from oobleck.cli.chaos.striker import HostStriker, Striker, check_here, check_master_here
 from oobleck.cli.client import MasterClient
-from oobleck.cli.completion import job_argument
+from oobleck.cli.options import job_argument
 from oobleck.cli.output import text
-from oobleck.cli.ssh.hosts import Host, read_hosts
-from oobleck.cli.ssh.options import login_options
+from oobleck.cli.ssh.hosts import Access, Host, login_options, read_hosts
 from oobleck.host.command import CommandFailed
 from oobleck.host.ipc.endpoint import Endpoint
 from oobleck.proto import control_pb2 as pb
@@ -131,9 +131,6 @@ def chaos(
         if hosts_file is None:
             striker = Striker(connection.address, **others)
         else:
-            from oobleck.cli.chaos.hosts import HostStriker
-            from oobleck.cli.ssh.connection import Access
-
             access = Access(identity=identity, known_hosts=known_hosts, python=python)
             striker = HostStriker(connection.address, hosts, access, **others)
             striker.check(live, wanted)

@@ -1,29 +1,34 @@
 """`oobleck doctor`: problems of a cluster, or of a host before its first job, and their fixes.
 
-Owns the command, and the checks of a host's GPUs. Each check of a device is a process of its own
-with a time-out, so that a hang is a result. Must not know what the checks do.
+Owns the command, the checks of a host's GPUs, and how findings are shown. Each check of a device is
+a process of its own with a time-out, so that a hang is a result. Must not know what the checks do.
 """
 
+import asyncio
 import os
 import subprocess
+import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import click
 import msgspec
 
 from oobleck.cli import options
-from oobleck.cli.cluster.examine import Question, of_cluster, of_host, show
-from oobleck.cli.completion import node_names
+from oobleck.cli.options import FAILED, node_names
 from oobleck.core.finding import Finding
 from oobleck.host.command import CommandFailed
 from oobleck.host.device import find_gpus, worker_environment
+from oobleck.host.display import inline
 from oobleck.host.doctor import gpus as host_gpus
 from oobleck.host.gpu.choice import GpuReport, chosen_gpus
+from oobleck.host.ipc.endpoint import Endpoint
 from oobleck.host.system.process import completed, with_parent
 
 if TYPE_CHECKING:
-    from oobleck.cli.output.form import Form
+    from oobleck.cli.output.text import Form
+
 
 #: Checks in their order, with the seconds that each may take: all of them fit into the ten minutes
 #: that --gpu promises, after two in which GPUs are looked for.
@@ -193,3 +198,97 @@ def run_check(
         what = f"ends with exit code {result.returncode}: {last}"
         fix = "check the driver (nvidia-smi, dmesg) and torch's build for CUDA"
         yield Finding(check=name, level="fail", what=what, fix=fix)
+
+
+# ---- questions and answers
+
+
+LEVELS = ("pass", "slow", "warn", "fail")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    nodes: tuple[str, ...] = ()
+    data: tuple[str, ...] = ()
+    checkpoints: tuple[str, ...] = ()
+    pairs: bool = False
+
+
+def of_cluster(endpoint: Endpoint, question: Question) -> Iterator[Finding]:
+    """Yield the findings about the cluster. Raise CommandFailed."""
+    from oobleck.cli.client import MasterClient
+    from oobleck.proto import control_pb2 as pb
+
+    request = pb.ExamineRequest(
+        nodes=question.nodes,
+        data=[os.path.abspath(path) for path in question.data],
+        checkpoints=[_absolute(path) for path in question.checkpoints],
+        pairs=question.pairs,
+    )
+    with MasterClient(endpoint) as connection:
+        connection.nodes()  # fails at once if there is no master
+        yield from connection.examine(request)
+
+
+def _absolute(path: str) -> str:
+    return path if "://" in path else os.path.abspath(path)
+
+
+def of_host(question: Question) -> Iterator[Finding]:
+    """Yield the findings of this host, without a master."""
+    from oobleck.core.orders import About, Look, Looked, Place
+    from oobleck.host.doctor.process import Doctor
+
+    own = [Place(path=os.environ.get("TMPDIR", "/tmp"), use="own")]
+    own.append(Place(path=os.path.expanduser("~/.cache/oobleck"), use="own"))
+    places = [Place(path=os.path.abspath(path), use="data") for path in question.data]
+    places += [Place(path=_absolute(path), use="checkpoints") for path in question.checkpoints]
+    about = About(places=tuple(own), variables=dict(os.environ))
+
+    async def look() -> Sequence[Finding]:
+        doctor = Doctor(lambda: about, None)
+        try:
+            answer = await doctor.ask(Look(places=tuple(places)))
+        finally:
+            await doctor.close()
+        if isinstance(answer, Looked):
+            return answer.findings
+        what = getattr(answer, "reason", "the checking process gave another answer")
+        fix = "check what occupies this host (top, dmesg)"
+        return [Finding(check="doctor", level="fail", what=what, fix=fix)]
+
+    yield from asyncio.run(look())
+
+
+def show(found: Iterator[Finding], form: "Form") -> int:
+    """Print findings as they arrive, and their number; return the exit code.
+
+    Raise CommandFailed, and what `found` raises.
+    """
+    from oobleck.cli.output.text import document, is_data
+
+    began = time.monotonic()
+    known = []
+    for finding in found:
+        known.append(finding)
+        if not is_data(form) and (form == "wide" or is_told(finding)):
+            click.echo(inline(str(finding)))
+    spent_s = time.monotonic() - began
+    if is_data(form):
+        findings = [msgspec.to_builtins(finding) for finding in known]
+        click.echo(document({"findings": findings, "seconds": round(spent_s, 1)}, form))
+    else:
+        click.echo(f"{counted(known)}, in {spent_s:.0f} s")
+    return FAILED if any(finding.level == "fail" for finding in known) else 0
+
+
+def is_told(finding: Finding) -> bool:
+    """Return whether a narrow listing shows the finding.
+
+    Passed checks of nodes, of which there may be thousands, are only in a wide one.
+    """
+    return finding.level != "pass" or not finding.node
+
+
+def counted(findings: Sequence[Finding]) -> str:
+    return ", ".join(f"{sum(f.level == one for f in findings)} {one}" for one in LEVELS)

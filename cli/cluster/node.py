@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from oobleck.cli.completion import node_argument
-from oobleck.cli.options import FAILED, NO_SUCH_THING, USAGE, Seconds, master_option
+from oobleck.cli.options import FAILED, NO_SUCH_THING, USAGE, Seconds, master_option, node_argument
 from oobleck.host.command import CommandFailed
 from oobleck.host.display import inline
 from oobleck.host.ipc.endpoint import Endpoint
@@ -55,7 +54,7 @@ def drain(
     Exit codes: 0 the node is drained, or without --wait asked to be; 1 it is not within --timeout.
     """
     from oobleck.cli.client import MasterClient, Unreachable
-    from oobleck.cli.jobs.away import Away
+    from oobleck.cli.jobs.follow import Away
 
     if len(reason) > MOST_REASON:
         raise CommandFailed(f"--reason: is longer than {MOST_REASON} characters", USAGE)

@@ -34,7 +34,7 @@ from oobleck.host.system.home import below_home
 
 if TYPE_CHECKING:
     from oobleck.cli.client import MasterClient
-    from oobleck.cli.output.form import Form
+    from oobleck.cli.output.text import Form
     from oobleck.host.security.credentials import Role
     from oobleck.proto import control_pb2 as pb
 
@@ -261,9 +261,8 @@ def list_(master: Endpoint, form: "Form") -> None:
     The last column names the maker of the token, or of the one that the holder joined with.
     """
     from oobleck.cli.client import MasterClient
-    from oobleck.cli.output.form import document, is_data
     from oobleck.cli.output.table import terminal_width
-    from oobleck.cli.output.text import plain
+    from oobleck.cli.output.text import document, is_data, plain
 
     with MasterClient(master) as connection:
         found = connection.credentials()

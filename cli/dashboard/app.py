@@ -1,14 +1,20 @@
-"""The application: the address of each page.
+"""The application: the address of each page, and its run until it is told to end.
 
 A page's stream of changes is at its address below /live. All addresses of a session are below its
 own path, /~ID, which `SessionPath` removes.
+
+uvicorn waits without limit for an incomplete request. Here such a connection is closed: otherwise a
+few hundred silent ones would exclude all browsers.
 """
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 
+import h11
+import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -17,20 +23,17 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from oobleck.cli.dashboard.actions import Actions
-from oobleck.cli.dashboard.hub import until
-from oobleck.cli.dashboard.live import MOST_STREAMS
-from oobleck.cli.dashboard.pages.cluster import ClusterPage
-from oobleck.cli.dashboard.pages.incident import IncidentPage
-from oobleck.cli.dashboard.pages.job import JobPage
-from oobleck.cli.dashboard.pages.logs import LogsPage
-from oobleck.cli.dashboard.pages.plan import PlanPage
-from oobleck.cli.dashboard.parts import Rendering
-from oobleck.cli.dashboard.problem import Problem
-from oobleck.cli.dashboard.security.sessions import Session
+from oobleck.cli.dashboard.actions import Actions, PlanPage
+from oobleck.cli.dashboard.hub import Hub, Problem, until
+from oobleck.cli.dashboard.incident import IncidentPage
+from oobleck.cli.dashboard.pages import ClusterPage, JobPage, LogsPage
+from oobleck.cli.dashboard.parts import MOST_STREAMS, Rendering, Streams
+from oobleck.cli.dashboard.sessions import Session, Sessions
 from oobleck.cli.dashboard.site import Page, Site
-from oobleck.cli.dashboard.web import SessionPath, Web
+from oobleck.cli.dashboard.web import Guard, SessionPath, Web
+from oobleck.cli.view.feeds import Connect
 
 _STATIC = Path(__file__).parent / "static"
 #: Longest wait of a page for its first content.
@@ -134,3 +137,93 @@ def _live(web: Web, make: Make) -> Handler:
 def _asked(request: Request) -> Mapping[str, str]:
     """Return the request's parameters; those in the path override the query's."""
     return {**request.query_params, **request.path_params}
+
+
+# ---- server
+
+
+#: Interval of checks; a client that completes no request between two of them is disconnected.
+REQUEST_S = 10.0
+
+
+class Connection(H11Protocol):
+    _looking: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._look_again()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._looking is not None:
+            self._looking.cancel()
+        super().connection_lost(exc)
+
+    def _look_again(self) -> None:
+        self._looking = self.loop.call_later(REQUEST_S, self._look, self.cycle)
+
+    def _look(self, before: object) -> None:
+        """Check the connection. `before`: newest request at the last check."""
+        is_waited_for = self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
+        if is_waited_for and self.cycle is before:
+            self.transport.abort()
+        else:
+            self._look_again()
+
+
+#: Most connections; a further browser is asked to retry.
+MOST_CONNECTIONS = 500
+_LONGEST_END_S = 3
+
+
+class _Server(uvicorn.Server):
+    """Server that first ends the streams of open pages, which are otherwise endless."""
+
+    def __init__(self, config: uvicorn.Config, streams: Streams) -> None:
+        super().__init__(config)
+        self._streams = streams
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._streams.closing.set()
+        await super().shutdown(sockets)
+
+
+def run(
+    listening: socket.socket,
+    *,
+    connect: Connect,
+    master: str,
+    key: bytes,
+    folder: Path,
+    session_s: float,
+    names: Sequence[str],
+    tls: tuple[Path, Path] | None,
+) -> None:
+    """Serve until the end. `folder`: folder of the secret; `tls`: files of certificate and key."""
+    host = listening.getsockname()[0]
+
+    async def serving() -> None:
+        site = Site(
+            master=master,
+            connect=connect,
+            hub=Hub(connect),
+            sessions=Sessions(key, folder, lasts_s=session_s),
+            is_tls=tls is not None,
+            streams=Streams(),
+        )
+        config = uvicorn.Config(
+            Guard(make_app(site), listen_host=host, names=names),
+            access_log=False,
+            date_header=False,
+            http=Connection,
+            limit_concurrency=MOST_CONNECTIONS,
+            log_level="warning",
+            proxy_headers=False,
+            server_header=False,
+            ssl_certfile=tls[0] if tls else None,
+            ssl_keyfile=tls[1] if tls else None,
+            timeout_graceful_shutdown=_LONGEST_END_S,
+            ws="none",
+        )
+        await _Server(config, site.streams).serve(sockets=[listening])
+
+    asyncio.run(serving())

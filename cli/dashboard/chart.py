@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from oobleck.cli.output.colour import Tone
+from oobleck.cli.output.table import Tone
 from oobleck.cli.view.series import Point
 
 WIDTH, HEIGHT = 640, 200

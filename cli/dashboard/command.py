@@ -11,7 +11,7 @@ from oobleck.host.command import CommandFailed
 from oobleck.host.ipc.endpoint import Endpoint
 
 if TYPE_CHECKING:
-    from oobleck.cli.dashboard.security.tokens import Role
+    from oobleck.cli.dashboard.sessions import Role
 
 _LISTEN = "127.0.0.1:4680"
 
@@ -112,8 +112,8 @@ def serve(
         raise CommandFailed(told, options.USAGE) from error
     tls = _tls(listen, certificate, key_file, plain=plain_http)
     from oobleck.cli.client import MasterClient
-    from oobleck.cli.dashboard.security.tokens import default_folder, read_key
-    from oobleck.cli.dashboard.server import run
+    from oobleck.cli.dashboard.app import run
+    from oobleck.cli.dashboard.sessions import default_folder, read_key
     from oobleck.host.address import joined
     from oobleck.host.metrics.page import bind
 
@@ -155,7 +155,7 @@ def serve(
 @dir_option
 def token(role: "Role", ttl_s: float, folder: Path | None) -> None:
     """Print a token for one log-in. Run it on the dashboard's host, as its user."""
-    from oobleck.cli.dashboard.security.tokens import default_folder, make, read_key
+    from oobleck.cli.dashboard.sessions import default_folder, make, read_key
 
     try:
         key = read_key(folder or default_folder())

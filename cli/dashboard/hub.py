@@ -1,15 +1,34 @@
-"""Registry of the running feeds: those looked at recently, each once for all browsers."""
+"""The master, as pages use it: the running feeds, each once for all browsers, and single calls.
+
+Feeds that nobody has looked at recently are closed. Calls run in threads, a few at a time.
+"""
 
 import asyncio
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from typing import TypeVar
 
-from oobleck.cli.dashboard.feeds import ClusterFeed, JobFeed, LogFeed, Snapshot
-from oobleck.cli.dashboard.following import Connect
+from starlette.requests import Request
+
+from oobleck.cli import options
+from oobleck.cli.client import MasterClient
 from oobleck.cli.output.text import ENDED
+from oobleck.cli.view.feeds import ClusterFeed, Connect, JobFeed, LogFeed, Snapshot
+from oobleck.host.command import CommandFailed
 from oobleck.proto import control_pb2 as pb
+
+
+class Problem(Exception):
+    """Error with a text of one line that gives the reason."""
+
+    def __init__(self, status: int, told: str, heading: str = "") -> None:
+        """Make the error. `status`: HTTP status."""
+        super().__init__(told)
+        self.status = status
+        self.heading = heading
+
 
 #: Time after the last look at which a feed is closed.
 IDLE_S = 30.0
@@ -105,3 +124,46 @@ def _since(status: pb.JobStatus) -> str:
     """Return the time from which a job's output is read, because it may be long."""
     alive = status.finished_at if status.state in ENDED and status.finished_at else time.time()
     return datetime.fromtimestamp(alive - _OUTPUT_S, UTC).isoformat(timespec="microseconds")
+
+
+# ---- single calls
+
+
+T = TypeVar("T")
+
+#: HTTP status by the command line's exit code.
+_STATUS = {
+    options.USAGE: 409,
+    options.NO_SUCH_THING: 404,
+    options.UNREACHABLE: 503,
+    options.DENIED: 403,
+}
+#: Interval of checks that the browser is still connected.
+_LOOK_S = 1.0
+
+
+class Calls:
+    def __init__(self, connect: Connect, *, at_once: int) -> None:
+        self._connect = connect
+        self._threads = ThreadPoolExecutor(at_once, thread_name_prefix="call")
+
+    async def ask(self, request: Request, what: Callable[[MasterClient], T]) -> T:
+        """Call the master; cancel when the browser disconnects. Raise Problem."""
+        try:
+            client = self._connect()
+        except (CommandFailed, ValueError) as error:
+            raise Problem(503, str(error), "Not done") from error
+        with client:
+            asked = asyncio.get_running_loop().run_in_executor(self._threads, what, client)
+            while not (await asyncio.wait({asked}, timeout=_LOOK_S))[0]:
+                if await request.is_disconnected():
+                    asked.cancel()
+                    raise Problem(499, "the browser has disconnected")
+            try:
+                return asked.result()
+            except CommandFailed as failed:
+                status = _STATUS.get(failed.exit_code, 500)
+                raise Problem(status, str(failed), "Not done") from failed
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)

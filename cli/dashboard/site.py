@@ -5,13 +5,10 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from oobleck.cli.dashboard.feeds import Snapshot
-from oobleck.cli.dashboard.following import Connect
-from oobleck.cli.dashboard.hub import Hub
-from oobleck.cli.dashboard.live import Streams
-from oobleck.cli.dashboard.parts import Part, Rendering, Renderings, Templates, rendering
-from oobleck.cli.dashboard.problem import Problem
-from oobleck.cli.dashboard.security.sessions import Session, Sessions
+from oobleck.cli.dashboard.hub import Hub, Problem
+from oobleck.cli.dashboard.parts import Part, Rendering, Renderings, Streams, Templates, rendering
+from oobleck.cli.dashboard.sessions import Session, Sessions
+from oobleck.cli.view.feeds import Connect, Snapshot
 
 
 class Page(Protocol):

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from oobleck.cli.completion import job_argument
 from oobleck.cli.options import (
     FAILED,
     NO_SUCH_THING,
     USAGE,
     form_options,
+    job_argument,
     json_option,
     master_option,
 )
@@ -28,8 +28,8 @@ from oobleck.host.ipc.endpoint import Endpoint
 
 if TYPE_CHECKING:
     from oobleck.cli.client import MasterClient
-    from oobleck.cli.output.form import Form
     from oobleck.cli.output.table import Column
+    from oobleck.cli.output.text import Form
     from oobleck.core.checkpoint import InvalidCheckpoint, Manifest
     from oobleck.host.storage.checkpoints import StoredCheckpoint
     from oobleck.host.storage.folder import Folder
@@ -94,7 +94,7 @@ def take(connection: "MasterClient", job_id: str) -> dict[str, Any]:
 
 
 def _await_answer(connection: "MasterClient", job_id: str, number: int) -> dict[str, Any]:
-    from oobleck.cli.jobs.away import follow_events
+    from oobleck.cli.jobs.follow import follow_events
 
     for line in follow_events(connection, job_id, answered=True):
         record: dict[str, Any] = json.loads(line.json)
@@ -116,8 +116,8 @@ def list_(target: str, master: Endpoint, form: "Form") -> None:
     PATH is a directory or URL. The newest is first. Damaged checkpoints are listed too, and the
     remains of running or interrupted saves. 'verify' checks the files.
     """
-    from oobleck.cli.output.form import document, is_data
     from oobleck.cli.output.table import listing, terminal_width
+    from oobleck.cli.output.text import document, is_data
     from oobleck.host.storage.checkpoints import list_checkpoints
 
     folder = _open(_path(target, master))

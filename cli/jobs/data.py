@@ -111,7 +111,7 @@ def inspect(file: Path, dtype: "Dtype | None", as_json: bool) -> None:
     """Show the content of a token file, and warn if it looks like ids of another type."""
     import msgspec
 
-    from oobleck.cli.jobs.own_model import tell
+    from oobleck.cli.jobs.own_code import tell
     from oobleck.cli.output import text
     from oobleck.host.data.token_file import (
         DataError,

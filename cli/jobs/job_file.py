@@ -1,26 +1,109 @@
-"""Job files before submission: absolute paths, and checks of data and profile."""
+"""Job files before submission: read within limits of size and time, and with absolute paths."""
 
 import contextlib
 import dataclasses
-import glob
 import os
-from collections.abc import Mapping, Sequence
+import select
+import stat
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from oobleck.cli import options
-from oobleck.cli.jobs.own_model import Problem, code_folder, with_description
-from oobleck.cli.jobs.wheel import read_wheel
-from oobleck.cli.output.text_file import CONFIG_OF_MODEL, JOB_FILE, PROFILE_OF_JOB, read_text
+from oobleck.cli.jobs.own_code import code_folder, read_wheel, with_description
 from oobleck.host.command import CommandFailed
+from oobleck.host.system.files import open_at_once
 
 if TYPE_CHECKING:
     from oobleck.core.job.model import AnyModel
     from oobleck.core.job.spec import DataSpec, JobSpec
 
-#: Tokens of text without a tokenizer, and bytes of text to check before a submission.
-_BYTES = 256
-_LOOKED_AT_BYTES = 1 << 24
+
+# ---- text files that the user names: a regular file, a pipe, or standard input
+
+
+#: Longest silence of a pipe's writer; a pipe without one would block for ever.
+PIPE_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextFile:
+    """Text file that a command reads."""
+
+    #: Description for messages, after "give".
+    what: str
+    most_mib: int
+    #: Prefix of messages, before the path.
+    field: str = ""
+
+
+#: A job file has a few hundred bytes, the profile of the largest model a megabyte.
+JOB_FILE = TextFile(what="a YAML job file", most_mib=1)
+PROFILE_FILE = TextFile(
+    what="a profile file, as 'oobleck profile JOB.yaml --output P.json' writes it",
+    most_mib=16,
+    field="--profile ",
+)
+PROFILE_OF_JOB = TextFile(
+    what="measure, estimate or the path of a profile file", most_mib=16, field="profile: "
+)
+
+CONFIG_OF_MODEL = TextFile(
+    what="the config.json of a Hugging Face model", most_mib=1, field="model: "
+)
+
+
+def read_text(path: Path, wanted: TextFile) -> str:
+    """Return the text of a regular file, a pipe, or standard input for `-`. Raise CommandFailed."""
+    most = wanted.most_mib << 20
+    try:
+        if str(path) == "-":
+            if sys.stdin is None:  # closed by the process that started this one
+                raise _refused(path, wanted, "standard input is closed")
+            raw = sys.stdin.buffer.read(most + 1)
+        else:
+            raw = _read_file(path, wanted, most)
+    except OSError as error:
+        raise _refused(path, wanted, str(error.strerror)) from error
+    if len(raw) > most:
+        raise _refused(path, wanted, f"larger than {wanted.most_mib} MiB")
+    try:
+        return raw.decode()
+    except UnicodeDecodeError as error:
+        raise _refused(path, wanted, "not a text file") from error
+
+
+def _refused(path: Path, wanted: TextFile, problem: str) -> CommandFailed:
+    text = f"{wanted.field}{path}: {problem}; give {wanted.what}"
+    return CommandFailed(text, options.USAGE)
+
+
+def _read_file(path: Path, wanted: TextFile, most: int) -> bytes:
+    descriptor = open_at_once(path)
+    with open(descriptor, "rb", buffering=0) as file:
+        mode = os.fstat(descriptor).st_mode
+        if stat.S_ISREG(mode):
+            return _read_all(file.read, most)
+        if not stat.S_ISFIFO(mode):
+            raise _refused(path, wanted, "is not a regular file")
+
+        def read_pipe(count: int) -> bytes | None:
+            if not select.select([descriptor], [], [], PIPE_TIMEOUT_S)[0]:
+                silence = f"nothing came through this pipe for {PIPE_TIMEOUT_S:.0f} s"
+                raise _refused(path, wanted, silence)
+            return file.read(count)
+
+        return _read_all(read_pipe, most)
+
+
+def _read_all(read: Callable[[int], bytes | None], most: int) -> bytes:
+    """Read to the end, or one byte beyond the limit."""
+    raw = b""
+    while len(raw) <= most and (piece := read(most + 1 - len(raw))):
+        raw += piece
+    return raw
 
 
 def read_job(
@@ -163,148 +246,3 @@ def read_profile(job: "JobSpec") -> str:
     except ValueError as error:
         raise CommandFailed(f"profile: {job.profile_path}: {error}", options.USAGE) from error
     return text
-
-
-def check_checkpoints(job: "JobSpec") -> None:
-    """Check, for a cluster on this machine, that the job may begin with its checkpoints.
-
-    Raise CommandFailed.
-    """
-    from oobleck.core.checkpoint import why_not_begin
-    from oobleck.host.storage.checkpoints import list_checkpoints
-    from oobleck.host.storage.folder import open_folder
-
-    spec = job.checkpoint
-    if spec is None:
-        return
-    try:
-        listing = list_checkpoints(open_folder(spec.path))
-    except ValueError as error:
-        raise CommandFailed(f"checkpoint.path: {error}", options.USAGE) from error
-    except OSError as error:
-        text = f"checkpoint.path: cannot read {spec.path}: {error.strerror or error}"
-        raise CommandFailed(text, options.USAGE) from error
-    newest = next(((found.name, found.manifest) for found in listing.checkpoints), None)
-    damaged = tuple(listing.damaged.values())
-    if refusal := why_not_begin(job, spec, newest, damaged=damaged, data=None):
-        raise CommandFailed(refusal, options.USAGE)
-
-
-def check_inputs(job: "JobSpec") -> list[Problem]:
-    """Check a job's data and initial weights for a cluster on this machine.
-
-    They must be complete; the data must suffice and fit the model. Text that is not tokenised yet
-    gets only quick checks. Return warnings; raise CommandFailed.
-    """
-    doubts = _check("data", job.data, job)
-    if job.evaluation is not None and job.evaluation.data is not None:
-        doubts += _check("evaluation.data", job.evaluation.data, job)
-    check_weights(job)
-    return doubts
-
-
-def _check(key: str, data: "DataSpec", job: "JobSpec") -> list[Problem]:
-    from oobleck.host.data.token_file import DataError, look_through, read_info
-
-    model = job.model
-    if data.code is not None or not model.reads_tokens:
-        return []  # checked when the model was described
-    doubt = ""
-    try:
-        if data.tokens is not None and data.dtype is not None and read_info(data.tokens) is None:
-            doubt = look_through(data.tokens, data.dtype, model.tokens)
-        tokens = _count_tokens(data, _data_files(data, key), model.tokens)
-    except DataError as error:
-        raise CommandFailed(f"{key}: {error}", options.USAGE) from error
-    needed = model.row_tokens + 1
-    if tokens is not None and tokens < needed:
-        raise CommandFailed(
-            f"{key}: {data.tokens or ', '.join(data.text)} holds {tokens} tokens, too few "
-            f"for one row of {needed}; give more text or lower model.sequence_length",
-            options.USAGE,
-        )
-    return [Problem(where=key, sentence=doubt, warning=True)] if doubt else []
-
-
-def check_weights(job: "JobSpec") -> None:
-    """Check that the initial weights on this machine are complete. Raise CommandFailed."""
-    from oobleck.host.storage.weight_files import WeightsError, open_weights
-
-    if job.model.initial is None:
-        return
-    try:
-        open_weights(job.model.initial)
-    except WeightsError as error:
-        raise CommandFailed(f"model.weights: {error}", options.USAGE) from error
-
-
-def _count_tokens(data: "DataSpec", files: set[str], vocabulary: int) -> int | None:
-    """Return the number of tokens in `files`; None: unknown yet. Raise DataError."""
-    from oobleck.host.data.documents import is_plain
-    from oobleck.host.data.token_file import read_info, type_of
-    from oobleck.host.data.tokenizer import load_tokenizer
-
-    if data.tokens is not None:
-        info = read_info(data.tokens)
-        dtype = type_of(data.tokens, info, data.dtype)
-        if info is not None:
-            info.check_vocabulary(vocabulary, data.tokens)
-            return info.tokens
-        return os.path.getsize(data.tokens) // (int(dtype.removeprefix("uint")) // 8)
-    if data.tokenizer is not None or data.separator:
-        tokenizer = load_tokenizer(data.tokenizer)
-        tokenizer.check_vocabulary(vocabulary)
-        tokenizer.separator(data.separator)
-        return None
-    if not all(map(is_plain, files)):
-        return None
-    _check_bytes(sorted(files), vocabulary)
-    return sum(os.path.getsize(path) for path in files)
-
-
-def _check_bytes(files: Sequence[str], vocabulary: int) -> None:
-    """Raise DataError if the start of the text has a byte that exceeds the vocabulary."""
-    from oobleck.host.data.token_file import DataError
-
-    left = _LOOKED_AT_BYTES if vocabulary < _BYTES else 0
-    for path in files:
-        if left <= 0:
-            return
-        with open(path, "rb") as file:
-            begin = file.read(left)
-        left -= len(begin)
-        if begin and (highest := max(begin)) >= vocabulary:
-            raise DataError(
-                f"{path} has byte {highest}, and every byte is a token: it must be below "
-                f"model.vocabulary ({vocabulary}); set model.vocabulary to {_BYTES}"
-            )
-
-
-def _data_files(data: "DataSpec", key: str) -> set[str]:
-    if data.tokens is not None:
-        _check_is_file(f"{key}.tokens", data.tokens)
-        return {data.tokens}
-    found: set[str] = set()
-    for pattern in data.text:
-        matches = glob.glob(pattern, recursive=True)
-        if not matches:
-            raise CommandFailed(
-                f"{key}.text: no file matches {pattern}; give paths or globs of existing text "
-                "files (relative ones are relative to the job file)",
-                options.USAGE,
-            )
-        files = {path for path in matches if os.path.isfile(path)}
-        if not files:
-            _check_is_file(f"{key}.text", matches[0])
-        found |= files
-    return found
-
-
-def _check_is_file(key: str, path: str) -> None:
-    if not os.path.exists(path):
-        raise CommandFailed(f"{key}: {path} does not exist", options.USAGE)
-    if not os.path.isfile(path):
-        raise CommandFailed(
-            f"{key}: {path} is not a regular file; give files of training data",
-            options.USAGE,
-        )

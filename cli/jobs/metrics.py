@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from oobleck.cli import options
-from oobleck.cli.completion import job_argument
-from oobleck.cli.options import master_option
+from oobleck.cli.options import job_argument, master_option
 from oobleck.host.ipc.endpoint import Endpoint
 
 if TYPE_CHECKING:
-    from oobleck.cli.output.form import Form
+    from oobleck.cli.output.text import Form
     from oobleck.proto import control_pb2 as pb
 
 #: Rows of a table without --from.
@@ -61,8 +60,8 @@ def metrics(
     They are the loss, the norm of the gradient, tokens and seconds.
     """
     from oobleck.cli.client import MasterClient
-    from oobleck.cli.jobs.away import follow_metrics
-    from oobleck.cli.output.form import is_data
+    from oobleck.cli.jobs.follow import follow_metrics
+    from oobleck.cli.output.text import is_data
 
     if as_csv and is_data(form):
         raise click.UsageError(f"--csv and --{form} exclude each other; leave one out")
@@ -121,7 +120,7 @@ def _lost(job: "pb.JobStatus", steps: range) -> Iterator[dict[str, Any]]:
 
 def _tell_data(records: Iterable[dict[str, Any]], form: "Form") -> bool:
     """Print the records; return whether there were any, as `_tell_csv` and `_tell_table` do."""
-    from oobleck.cli.output.form import entry
+    from oobleck.cli.output.text import entry
 
     told = False
     for record in records:
@@ -151,8 +150,7 @@ def _tell_table(
     plotted: bool,
 ) -> bool:
     """Print the last `most` rows; None: all, as they arrive. Return whether there were any."""
-    from oobleck.cli.output.metrics import head, row
-    from oobleck.cli.output.plot import plot
+    from oobleck.cli.output.metrics import head, plot, row
 
     last: deque[dict[str, Any]] = deque(maxlen=most)
     losses: list[tuple[int, float]] = []

@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING
 import click
 
 from oobleck.cli import options
-from oobleck.cli.completion import job_argument
-from oobleck.cli.jobs.job_file import check_checkpoints, check_inputs, read_job, read_profile
-from oobleck.cli.jobs.own_model import tell
-from oobleck.cli.jobs.wheel import sent_text
-from oobleck.cli.options import master_option, set_option
+from oobleck.cli.jobs.checks import all_here, check_checkpoints, check_inputs
+from oobleck.cli.jobs.job_file import read_job, read_profile
+from oobleck.cli.jobs.own_code import sent_text, tell
+from oobleck.cli.options import job_argument, master_option, set_option
 from oobleck.host.command import NO_OUTPUT, CommandFailed, OutputFailed
 from oobleck.host.display import inline
 from oobleck.host.ipc.endpoint import Endpoint
@@ -51,8 +50,6 @@ def submit(job_file: Path, overrides: tuple[str, ...], following: bool, master: 
 
 def send(connection: "MasterClient", job: "JobSpec", profile: str) -> "pb.SubmitReply":
     """Submit a job; `profile`: text of the profile file that it names. Raise CommandFailed."""
-    from oobleck.cli.here import all_here
-
     if all_here(connection.nodes()):
         for doubt in check_inputs(job):
             tell(f"warning: {doubt}")

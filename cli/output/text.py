@@ -1,9 +1,9 @@
-"""Text of jobs and nodes on a terminal, and as JSON. Pure: messages in, lines out."""
+"""Jobs, nodes, times and forms of output as text for a terminal, and as JSON or YAML. Pure."""
 
 import json
 import time
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 from google.protobuf.message import Message
 
@@ -377,3 +377,33 @@ def _holders(stage: pb.Stage) -> str:
     node = stage.workers[0].node
     slots = ",".join(str(worker.slot) for worker in stage.workers)
     return node if slots == "0" else f"{node}/{slots}"
+
+
+# ---- forms of a command's output
+
+
+#: - `table`: columns that fit the terminal.
+#: - `wide`: all columns.
+Form = Literal["table", "wide", "json", "yaml"]
+
+
+def is_data(form: Form) -> bool:
+    """Return whether the form is for programs."""
+    return form in ("json", "yaml")
+
+
+def document(value: object, form: Form) -> str:
+    """Format `value`, of JSON's types, as the whole output."""
+    return dump(value) if form == "json" else _yaml(value).rstrip("\n")
+
+
+def entry(value: object, form: Form) -> str:
+    """Format `value` as one of several: a line of JSON, or a document of YAML."""
+    return dump_line(value) if form == "json" else f"---\n{_yaml(value)}".rstrip("\n")
+
+
+def _yaml(value: object) -> str:
+    """Format the value as YAML in ASCII, as the JSON is."""
+    import yaml
+
+    return yaml.safe_dump(value, sort_keys=False, width=100)

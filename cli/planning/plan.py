@@ -16,7 +16,7 @@ from oobleck.host.display import printable
 from oobleck.planner.profile.machine import GPUS
 
 if TYPE_CHECKING:
-    from oobleck.cli.output.form import Form
+    from oobleck.cli.output.text import Form
     from oobleck.core.job.spec import RecoveryPolicy
     from oobleck.planner.report.report import PlanReport
 
@@ -121,8 +121,8 @@ def plan(
     **flags: Any,
 ) -> None:
     """Show the templates and the plan for JOB.yaml, or for a profile, on N nodes."""
-    from oobleck.cli.output.form import document, is_data
     from oobleck.cli.output.table import terminal_width
+    from oobleck.cli.output.text import document, is_data
 
     question = _question(job_file, profile_file, overrides, Flags(**flags))
     if schedule is not None:

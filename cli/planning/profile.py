@@ -19,8 +19,9 @@ import click
 
 from oobleck.cli.cluster.cluster import Cluster
 from oobleck.cli.cluster.local import check_room, interrupts
-from oobleck.cli.jobs.job_file import check_inputs, read_job
-from oobleck.cli.jobs.wheel import sent_text
+from oobleck.cli.jobs.checks import all_here, check_inputs
+from oobleck.cli.jobs.job_file import read_job
+from oobleck.cli.jobs.own_code import sent_text
 from oobleck.cli.options import (
     DEFAULT_MASTER,
     FAILED,
@@ -137,8 +138,7 @@ def profile(
     with interrupts(), _measuring_master(master) as found:
         # gRPC starts after the daemons: a fork beside its threads is unsafe.
         from oobleck.cli.client import MasterClient
-        from oobleck.cli.here import all_here
-        from oobleck.cli.jobs.away import AWAY_S
+        from oobleck.cli.jobs.follow import AWAY_S
 
         with MasterClient(found) as connection:
             if master is not None and all_here(connection.nodes()):
@@ -233,7 +233,7 @@ def _await_profile(connection: "MasterClient", job_id: str, patience_s: float) -
     An absent master is waited for.
     """
     from oobleck.cli.client import Unreachable
-    from oobleck.cli.jobs.away import Away
+    from oobleck.cli.jobs.follow import Away
     from oobleck.cli.output.text import ENDED
 
     told, away = "", Away(_say, patience_s=patience_s)

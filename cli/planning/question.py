@@ -67,7 +67,7 @@ def from_profile(path: Path, flags: Flags) -> Question:
 
     Raise ValueError or CommandFailed.
     """
-    from oobleck.cli.output.text_file import PROFILE_FILE, read_text
+    from oobleck.cli.jobs.job_file import PROFILE_FILE, read_text
     from oobleck.core.profile_file import parse_profile
 
     text = read_text(path, PROFILE_FILE)

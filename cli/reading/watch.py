@@ -15,11 +15,9 @@ from typing import TextIO
 import click
 
 from oobleck.cli.client import MasterClient, Unreachable
-from oobleck.cli.jobs.away import Away, warn
-from oobleck.cli.output import colour
-from oobleck.cli.output.form import Form, document, entry, is_data
-from oobleck.cli.output.table import cut
-from oobleck.cli.output.text import moment
+from oobleck.cli.jobs.follow import Away, warn
+from oobleck.cli.output.table import coloured, cut, is_terminal, wants_colour
+from oobleck.cli.output.text import Form, document, entry, is_data, moment
 from oobleck.host.display import inline
 from oobleck.host.ipc.endpoint import Endpoint
 
@@ -92,7 +90,7 @@ def show(
             answer = ask(connection)
             _warn(connection.problem)
             click.echo(document(answer.data, form) if is_data(form) else _painted(answer.text()))
-        elif colour.is_terminal() and not is_data(form):
+        elif is_terminal() and not is_data(form):
             _redraw(connection, ask, watch_s)
         else:
             _append(connection, ask, form, watch_s)
@@ -158,7 +156,7 @@ def _answers(
 
 
 def _painted(text: str) -> str:
-    return colour.states(text) if colour.is_wanted() else text
+    return coloured(text) if wants_colour() else text
 
 
 def _warn(problem: str) -> None:

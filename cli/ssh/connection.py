@@ -1,30 +1,34 @@
-"""Connection to a host by ssh: requests to `remote` there, and copied files.
+"""Connections to hosts by ssh: requests to `remote` there, copied files, and work on many at once.
 
 Host keys are always checked against known_hosts. Nobody is asked for a password, and the operator's
 ssh-agent is not forwarded. Every failure is a HostFailed of one line with the fix.
 """
 
+import asyncio
 import contextlib
 import json
 import logging
 import secrets
 import shlex
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import asyncssh
+import click
 
-from oobleck.cli.ssh.hosts import Host
-from oobleck.host.display import one_line
+from oobleck.cli.options import FAILED
+from oobleck.cli.ssh.hosts import KNOWN_HOSTS, Access, Host, HostFailed
+from oobleck.core.units import count
+from oobleck.host.display import inline, one_line
 
 CONNECT_S = 10.0
 LOGIN_S = 20.0
 #: Deadline of a request; an installation may download gigabytes.
 MOST_S = 3600.0
-_KNOWN_HOSTS = (Path("~/.ssh/known_hosts"), Path("/etc/ssh/ssh_known_hosts"))
 _TOO_OLD = "too old: "
 #: The text of `remote` is sent over standard input with the request, so other users cannot see it.
 _BOOTSTRAP = (
@@ -37,30 +41,6 @@ _NOT_RUN = 126
 
 # The command reports a failed connection in one line; the library's log would repeat it.
 logging.getLogger("asyncssh").setLevel(logging.CRITICAL)
-
-
-class HostFailed(Exception):
-    """Failure of a request on one host; the text gives the reason and the fix."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Access:
-    """Access to hosts: how to reach them, and where Oobleck is on them."""
-
-    #: Private key; None: the operator's default ones, and those in the ssh-agent.
-    identity: Path | None
-    #: None: the operator's and the system's.
-    known_hosts: Path | None
-    python: str
-    #: Empty: the default, which differs for root.
-    directory: str = ""
-    #: User that runs agents if root logs in; empty: `oobleck`.
-    run_as: str = ""
-
-    @property
-    def key_files(self) -> list[str]:
-        paths = _KNOWN_HOSTS if self.known_hosts is None else (self.known_hosts,)
-        return [str(path.expanduser()) for path in paths if path.expanduser().is_file()]
 
 
 class _Client(asyncssh.SSHClient):
@@ -209,7 +189,7 @@ def _keys(host: Host, known: list[str]) -> bool:
 
 
 def _about_key(host: Host, key: str, known: list[str], access: Access) -> str:
-    file = access.known_hosts or _KNOWN_HOSTS[0]
+    file = access.known_hosts or KNOWN_HOSTS[0]
     port = f"-p {host.port} " if host.port is not None else ""
     scan = f"ssh-keyscan {port}{host.address} >> {file}"
     if not _keys(host, known):
@@ -223,3 +203,84 @@ def _about_key(host: Host, key: str, known: list[str], access: Access) -> str:
         "be intercepted. Only if the host was reinstalled: "
         f"'ssh-keygen -f {file} -R {shlex.quote(name)}', then '{scan}'"
     )
+
+
+# ---- concurrent work on many hosts, and a line for each result
+
+
+#: Returns the changes in words; empty: the host was up to date. Raises HostFailed.
+Work = Callable[[Host], Awaitable[Sequence[str]]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    host: Host
+    done: Sequence[str]
+    #: Empty: no problem.
+    problem: str
+    seconds: float
+
+    @property
+    def told(self) -> str:
+        took = f" in {self.seconds:.1f} s" if self.done else ""
+        text = f"FAILED: {self.problem}" if self.problem else ", ".join(self.done) or "as it was"
+        return f"{text}{took}" if not self.problem else text
+
+
+async def on_each(
+    hosts: Sequence[Host], work: Work, *, parallel: int, as_json: bool
+) -> list[Outcome]:
+    """Do the work on each host; return the outcomes in the hosts' order.
+
+    Without `as_json`, print each as it ends.
+    """
+    began = time.monotonic()
+    turns = asyncio.Semaphore(parallel)
+    width = max(len(host.name) for host in hosts)
+
+    async def one(host: Host) -> Outcome:
+        async with turns:
+            start = time.monotonic()
+            done: Sequence[str] = ()
+            problem = ""
+            try:
+                done = await work(host)
+            except HostFailed as failed:
+                problem = str(failed)
+            outcome = Outcome(
+                host=host, done=done, problem=problem, seconds=time.monotonic() - start
+            )
+        if not as_json:
+            click.echo(inline(f"{host.name:<{width}}  {host}  {outcome.told}"))
+        return outcome
+
+    async with asyncio.TaskGroup() as tasks:
+        running = [tasks.create_task(one(host)) for host in hosts]
+    outcomes = [task.result() for task in running]
+    summarise(outcomes, time.monotonic() - began, as_json=as_json)
+    return outcomes
+
+
+def summarise(outcomes: Sequence[Outcome], seconds: float, *, as_json: bool) -> None:
+    if as_json:
+        found = [
+            {
+                "name": outcome.host.name,
+                "host": str(outcome.host),
+                "line": outcome.host.line,
+                "ok": not outcome.problem,
+                "done": list(outcome.done),
+                "problem": outcome.problem,
+                "seconds": round(outcome.seconds, 3),
+            }
+            for outcome in outcomes
+        ]
+        click.echo(json.dumps({"hosts": found, "seconds": round(seconds, 3)}, indent=2))
+        return
+    failed = sum(bool(outcome.problem) for outcome in outcomes)
+    told = f", {failed} failed" if failed else ""
+    click.echo(f"{count(len(outcomes), 'host')}{told}, in {seconds:.1f} s")
+
+
+def exit_code(outcomes: Sequence[Outcome]) -> int:
+    return FAILED if any(outcome.problem for outcome in outcomes) else 0

@@ -1,16 +1,19 @@
-"""HOSTS.txt: the machines of a cluster, one per line.
+"""HOSTS.txt, the machines of a cluster, one per line; and options of commands that reach them.
 
-Pure, except for reading the file; knows no ssh.
+Pure, except for reading the file; loads nothing of ssh.
 
     [user@]host[:port] [name=NAME] [workers=G] [device=cpu|cuda] [gpus=GPU,...]
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from oobleck.cli.options import USAGE
+import click
+
+from oobleck.cli.options import USAGE, F, json_option
 from oobleck.core.ids import check_name, nearest_name
 from oobleck.host.command import CommandFailed, nearest
 from oobleck.host.system.files import read_regular
@@ -128,3 +131,97 @@ def _check_apart(host: Host, other: Host) -> None:
         raise ValueError(f"line {other.line} is named {host.name} too; give one another name=")
     if (host.address, host.port) == (other.address, other.port):
         raise ValueError(f"{host} is on line {other.line} too; a host has one agent")
+
+
+# ---- access to hosts
+
+
+KNOWN_HOSTS = (Path("~/.ssh/known_hosts"), Path("/etc/ssh/ssh_known_hosts"))
+
+
+class HostFailed(Exception):
+    """Failure of a request on one host; the text gives the reason and the fix."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Access:
+    """Access to hosts: how to reach them, and where Oobleck is on them."""
+
+    #: Private key; None: the operator's default ones, and those in the ssh-agent.
+    identity: Path | None
+    #: None: the operator's and the system's.
+    known_hosts: Path | None
+    python: str
+    #: Empty: the default, which differs for root.
+    directory: str = ""
+    #: User that runs agents if root logs in; empty: `oobleck`.
+    run_as: str = ""
+
+    @property
+    def key_files(self) -> list[str]:
+        paths = KNOWN_HOSTS if self.known_hosts is None else (self.known_hosts,)
+        return [str(path.expanduser()) for path in paths if path.expanduser().is_file()]
+
+
+# ---- options
+
+
+def hosts_argument(function: F) -> F:
+    return click.argument(
+        "file", metavar="HOSTS.txt", type=click.Path(exists=True, dir_okay=False, path_type=Path)
+    )(function)
+
+
+def login_options(function: F) -> F:
+    """Add the options `identity`, `known_hosts` and `python`."""
+    key_file = click.Path(exists=True, dir_okay=False, path_type=Path)
+    options: list[Callable[[Any], Any]] = [
+        click.option(
+            "--identity",
+            type=key_file,
+            metavar="FILE",
+            help="Private key for ssh.  [default: the ssh-agent's, and ~/.ssh/id_*]",
+        ),
+        click.option(
+            "--known-hosts",
+            type=key_file,
+            metavar="FILE",
+            help="Host keys, which are always checked.  [default: ~/.ssh/known_hosts and "
+            "/etc/ssh/ssh_known_hosts]",
+        ),
+        click.option(
+            "--python",
+            default="python3",
+            show_default=True,
+            metavar="PROGRAM",
+            help="Python 3.11 or newer on the hosts.",
+        ),
+    ]
+    for option in reversed(options):
+        function = option(function)
+    return function
+
+
+def ssh_options(function: F) -> F:
+    """Add the options of `login_options`, and `directory`, `parallel`, `as_json`."""
+    options: list[Callable[[Any], Any]] = [
+        click.option(
+            "--directory",
+            default="",
+            metavar="DIR",
+            help="Folder for all files on a host.  [default: ~/.oobleck/up; if root logs "
+            "in, /opt/oobleck-up]",
+        ),
+        click.option(
+            "--parallel",
+            type=click.IntRange(1, 1000),
+            default=32,
+            show_default=True,
+            metavar="N",
+            help="How many hosts at a time.",
+        ),
+        json_option("One JSON object: hosts, each with what was done or the problem; and seconds."),
+    ]
+    for option in reversed(options):
+        function = option(function)
+    return login_options(function)

@@ -1,4 +1,4 @@
-"""`oobleck up`: agents on all hosts of a file, by ssh.
+"""`oobleck up` and `oobleck down`: agents on all hosts of a file, by ssh.
 
 Hosts that are up to date are not changed.
 """
@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from oobleck.cli.options import USAGE, master_option
-from oobleck.cli.ssh.hosts import Host, read_hosts
-from oobleck.cli.ssh.options import hosts_argument, ssh_options
+from oobleck.cli.ssh.hosts import Access, Host, HostFailed, hosts_argument, read_hosts, ssh_options
 from oobleck.core.units import format_bytes
 from oobleck.host.address import is_loopback, split_address
 from oobleck.host.command import CommandFailed
@@ -24,9 +23,13 @@ from oobleck.host.ipc.endpoint import Endpoint
 
 if TYPE_CHECKING:
     from oobleck.cli.client import MasterClient
-    from oobleck.cli.ssh.connection import Access, Connection
+    from oobleck.cli.ssh.connection import Connection
     from oobleck.cli.ssh.payload import Payload
     from oobleck.proto import control_pb2 as pb
+
+
+# ---- oobleck up
+
 
 #: Lifetime of a join token, which is used at once.
 _TOKEN_S = 600.0
@@ -110,9 +113,8 @@ def up(
         if option.partition("=")[0] in _OURS:
             raise click.UsageError(f"{option}: leave it out; 'oobleck up' sets it")
     from oobleck.cli.client import MasterClient
-    from oobleck.cli.ssh.connection import Access
+    from oobleck.cli.ssh.connection import exit_code, on_each
     from oobleck.cli.ssh.payload import make_payload
-    from oobleck.cli.ssh.report import exit_code, on_each
 
     access = Access(
         identity=identity,
@@ -183,7 +185,7 @@ class _Roll:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Bringing:
-    access: "Access"
+    access: Access
     payload: "Payload"
     endpoint: Endpoint
     options: tuple[str, ...]
@@ -193,7 +195,7 @@ class _Bringing:
 
     async def up(self, host: Host) -> list[str]:
         """Bring the host's agent up; return what was done. Raise HostFailed."""
-        from oobleck.cli.ssh.connection import HostFailed, connected
+        from oobleck.cli.ssh.connection import connected
 
         try:
             async with connected(host, self.access) as there:
@@ -235,7 +237,6 @@ class _Bringing:
 
     def _check_room(self, found: dict[str, Any]) -> None:
         """Raise HostFailed unless there is enough space."""
-        from oobleck.cli.ssh.connection import HostFailed
 
         needed = sum(wheel.unpacked_bytes for wheel in self.payload.wheels)
         needed += sum(
@@ -277,7 +278,6 @@ class _Bringing:
 
     async def _check_name(self, host: Host, found: dict[str, Any]) -> None:
         """Raise HostFailed if another agent has the name; a token would take it away."""
-        from oobleck.cli.ssh.connection import HostFailed
 
         pid, hostname = await self.roll.pid_of(host.name)
         if pid not in (0, found["pid"]):
@@ -302,7 +302,6 @@ class _Bringing:
 
     async def _await_known(self, host: Host, there: "Connection", agent: dict[str, Any]) -> None:
         """Wait until the master knows the agent. Raise HostFailed."""
-        from oobleck.cli.ssh.connection import HostFailed
 
         deadline = time.monotonic() + _KNOWN_S
         look_at = time.monotonic() + _LOOK_S
@@ -317,3 +316,60 @@ class _Bringing:
                 text = f"the master does not know its agent after {_KNOWN_S:.0f} s; the last line"
                 raise HostFailed(f"{text} of {log}")
             await asyncio.sleep(_POLL_S)
+
+
+# ---- oobleck down
+
+
+@click.command(
+    epilog="Exit codes: 0 nothing of Oobleck runs on the hosts, 1 not on all of them (each line "
+    "says why), 2 wrong usage."
+)
+@hosts_argument
+@click.option(
+    "--now", is_flag=True, help="End agents at once, without moving their work off first."
+)
+@click.option(
+    "--purge",
+    is_flag=True,
+    help="Also remove all files of 'oobleck up', including the node's certificate.",
+)
+@ssh_options
+def down(
+    file: Path,
+    now: bool,
+    purge: bool,
+    identity: Path | None,
+    known_hosts: Path | None,
+    python: str,
+    directory: str,
+    parallel: int,
+    as_json: bool,
+) -> int:
+    """End the agents on the hosts of HOSTS.txt that 'oobleck up' has started. Each drains its node
+    first, as with SIGTERM; if too few nodes are left, jobs wait for nodes. Needs no master.
+    """
+    hosts = read_hosts(file)
+    from oobleck.cli.ssh.connection import exit_code, on_each
+
+    access = Access(identity=identity, known_hosts=known_hosts, python=python, directory=directory)
+    ending = _Ending(access=access, now=now, purge=purge)
+    return exit_code(asyncio.run(on_each(hosts, ending.down, parallel=parallel, as_json=as_json)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Ending:
+    access: Access
+    now: bool
+    purge: bool
+
+    async def down(self, host: Host) -> list[str]:
+        """Stop the host's agent and, if asked, remove its folder; return what was done.
+
+        Raise HostFailed.
+        """
+        from oobleck.cli.ssh.connection import connected
+
+        async with connected(host, self.access) as there:
+            done = await there.call("stop", now=self.now, purge=self.purge)
+        return [word for word in ("stopped", "purged") if done[word]]

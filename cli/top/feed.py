@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from oobleck.cli.client import MasterClient
-from oobleck.cli.jobs.away import LogPosition
+from oobleck.cli.jobs.follow import LogPosition
 from oobleck.cli.output.events import event_line
 from oobleck.cli.output.text import ENDED
 from oobleck.cli.view.series import Point, Series

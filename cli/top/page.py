@@ -18,12 +18,13 @@ from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.screen import ModalScreen
 from textual.widgets import Footer, Static
 
-from oobleck.cli.output import incident, text
+from oobleck.cli.output import text
+from oobleck.cli.output.events import incident_block
 from oobleck.cli.output.text import ENDED
-from oobleck.cli.top import rows
+from oobleck.cli.top import panes
 from oobleck.cli.top.feed import Feed, View
-from oobleck.cli.top.lists import Choices, Rows
-from oobleck.cli.view.cluster import Cluster, cluster
+from oobleck.cli.top.panes import Choices, Rows
+from oobleck.cli.view.state import Cluster, cluster
 from oobleck.core.units import count
 from oobleck.host.command import CommandFailed
 from oobleck.host.display import inline
@@ -183,18 +184,18 @@ class Page(App[int]):
 
     def _draw(self) -> None:
         view, width = self._view, self.size.width
-        self._write("head", rows.head(view, self._cluster, self._address, width, time.time()))
-        first, second = rows.job(view, width)
+        self._write("head", panes.head(view, self._cluster, self._address, width, time.time()))
+        first, second = panes.job(view, width)
         self._write("job", first)
         self._write("prospects", second)
         if time.monotonic() - self._said_at > _SAID_S:
             self._write("said", ())
-        self.nodes.show_named(rows.nodes(self._cluster.nodes, self.nodes.size.width))
-        self.incidents.show_named(rows.incidents(view, self.incidents.size.width))
+        self.nodes.show_named(panes.nodes(self._cluster.nodes, self.nodes.size.width))
+        self.incidents.show_named(panes.incidents(view, self.incidents.size.width))
         for name, make in (
-            ("pipelines", rows.pipelines),
-            ("events", rows.events),
-            ("logs", rows.logs),
+            ("pipelines", panes.pipelines),
+            ("events", panes.events),
+            ("logs", panes.logs),
         ):
             pane = self._lists[name]
             if pane.display:
@@ -206,10 +207,10 @@ class Page(App[int]):
         points = told.recent if self._newest else told.whole
         steps = f"the newest {count(len(points), 'step')}" if self._newest else "all steps"
         pane.border_title = f"loss of {steps}" if points else "loss"
-        lines = rows.losses(points, pane.size.width, pane.size.height)
+        lines = panes.losses(points, pane.size.width, pane.size.height)
         self._write("losses", (("\n".join(lines), ""),))
 
-    def _write(self, name: str, row: rows.Row) -> None:
+    def _write(self, name: str, row: panes.Row) -> None:
         shown = Text.assemble(*row, no_wrap=True)
         if shown != self._shown.get(name):
             self._shown[name] = shown
@@ -218,7 +219,7 @@ class Page(App[int]):
     def _say(self, told: str, style: str = "") -> None:
         """Show the result of a key in one line."""
         self._said_at = time.monotonic()
-        self._write("said", rows.fitted(((inline(told), style),), self.size.width))
+        self._write("said", panes.fitted(((inline(told), style),), self.size.width))
 
     # ---- keys
 
@@ -282,7 +283,7 @@ class Page(App[int]):
     async def _open_incident(self, opened: Choices.Opened) -> None:
         for record in self._view.told.incidents:
             if str(record["incident"]) == opened.name:
-                block = incident.block(record, width=max(40, self.size.width - 6))
+                block = incident_block(record, width=max(40, self.size.width - 6))
                 await self.push_screen(Details(f"incident {opened.name}", block))
                 return
         self._say("its details are shown once it is closed")

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 import click
 
 from oobleck.cli import options
-from oobleck.cli.completion import job_argument
+from oobleck.cli.options import job_argument
 from oobleck.host.command import CommandFailed
 from oobleck.host.ipc.endpoint import Endpoint
 

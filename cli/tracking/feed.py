@@ -1,17 +1,105 @@
-"""Stream of a job's steps, evaluations and events, in order and exactly once, until it ends."""
+"""Records of a job as all trackers get them, their numbers and text, and the folder of copies."""
 
+import contextlib
+import fcntl
 import json
+import math
 import queue
 import threading
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, BinaryIO, Literal
 
 from oobleck.cli.client import MasterClient
-from oobleck.cli.jobs.away import follow_events, follow_metrics
+from oobleck.cli.jobs.follow import follow_events, follow_metrics
+from oobleck.cli.options import FAILED
+from oobleck.cli.output.events import sentence
 from oobleck.host.command import CommandFailed
+
+# ---- numbers by name, and a line of text
+
+
+#: Keys that identify an evaluation; they are not results.
+_OF_NO_INTEREST = ("step", "time", "generation", "samples", "seconds")
+
+
+def step_numbers(record: Mapping[str, Any]) -> dict[str, float]:
+    """Return the step's numbers by name, without those that are not finite."""
+    found = {
+        "train/loss": record["loss"],
+        "train/grad_norm": record["grad_norm"],
+        "train/tokens": record["tokens"],
+        "train/step_seconds": record["step_seconds"],
+        "train/generation": record["generation"],
+        "train/skipped_steps": record.get("skipped_steps", 0),
+    }
+    return {name: float(value) for name, value in found.items() if value is not None}
+
+
+def evaluation_numbers(record: Mapping[str, Any]) -> dict[str, float]:
+    results = {key: value for key, value in record.items() if key not in _OF_NO_INTEREST}
+    return dict(_numbers("evaluation", results))
+
+
+def _numbers(prefix: str, values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    for key, value in values.items():
+        match value:
+            case Mapping():
+                yield from _numbers(f"{prefix}/{key}", value)
+            case int() | float() if math.isfinite(value):
+                yield f"{prefix}/{key}", float(value)
+            case _:
+                pass  # not a number, so nothing to draw
+
+
+def event_text(record: Mapping[str, Any]) -> str:
+    """Format an event as a line that begins with its number among the job's events."""
+    return f"{record['id']}: {sentence(dict(record))}"
+
+
+# ---- folder of one job's copies, each of which one process writes at a time
+
+
+#: File in the folder with the job's time of submission, Unix time.
+_OWNER = "submitted_at"
+
+
+def claim(folder: Path, submitted_at: float) -> None:
+    """Mark the folder as that of the job submitted at this time.
+
+    Two clusters may each have a job of one id; the copy of one must not continue the other's. Raise
+    CommandFailed or OSError.
+    """
+    path, own = folder / _OWNER, repr(submitted_at)
+    folder.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileExistsError), path.open("x") as file:
+        file.write(own)
+    if path.read_text() != own:
+        text = f"{folder} belongs to another cluster's job with that id; name another --directory"
+        raise CommandFailed(text, FAILED)
+
+
+def open_locked(path: Path) -> BinaryIO:
+    """Open a file to read and append, locked against other processes. Make its folder.
+
+    Raise CommandFailed or OSError.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = open(path, "a+b")  # noqa: SIM115  # for as long as it is locked
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        file.close()
+        text = f"{path} is being written by another process; end that, or name another --directory"
+        raise CommandFailed(text, FAILED) from error
+    return file
+
+
+# ---- stream of steps, evaluations and events, in order and exactly once, until the job ends
+
 
 Kind = Literal["step", "evaluation", "event"]
 #: Most items read ahead of the writer.

@@ -21,9 +21,14 @@ from mlflow.entities import Metric
 from mlflow.exceptions import MlflowException
 
 from oobleck.cli.options import FAILED
-from oobleck.cli.tracking import values
-from oobleck.cli.tracking.feed import Item, Written
-from oobleck.cli.tracking.folder import open_locked
+from oobleck.cli.tracking.feed import (
+    Item,
+    Written,
+    evaluation_numbers,
+    event_text,
+    open_locked,
+    step_numbers,
+)
 from oobleck.host.command import CommandFailed
 
 #: Name of the store in the directory that all jobs share.
@@ -116,13 +121,13 @@ class MLflow:
             self._save(_Position(run=str(run.info.run_id)))
         match item.kind:
             case "step":
-                self._add(time, step, values.of_step(record))
+                self._add(time, step, step_numbers(record))
                 at = Written(step=step, evaluation=at.evaluation, event=at.event)
             case "evaluation":
-                self._add(time, step, values.of_evaluation(record))
+                self._add(time, step, evaluation_numbers(record))
                 at = Written(step=at.step, evaluation=step, event=at.event)
             case "event":
-                self._lines.append(f"{values.of_event(record)} (after step {step})")
+                self._lines.append(f"{event_text(record)} (after step {step})")
                 self._new_lines = True
                 if status := _ENDS.get(record["event"]):
                     self._end = status, time

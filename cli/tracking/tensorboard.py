@@ -16,9 +16,14 @@ from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2, tensor_
 from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from oobleck.cli.tracking import values
-from oobleck.cli.tracking.feed import Item, Written
-from oobleck.cli.tracking.folder import open_locked
+from oobleck.cli.tracking.feed import (
+    Item,
+    Written,
+    evaluation_numbers,
+    event_text,
+    open_locked,
+    step_numbers,
+)
 
 #: TensorBoard recognises its files by this prefix.
 FILE = "events.out.tfevents.0.oobleck"
@@ -40,9 +45,9 @@ class TensorBoard:
         record = item.record
         match item.kind:
             case "step":
-                self._scalars(record, values.of_step(record))
+                self._scalars(record, step_numbers(record))
             case "evaluation":
-                self._scalars(record, values.of_evaluation(record))
+                self._scalars(record, evaluation_numbers(record))
             case "event":
                 self._text(item)
 
@@ -64,7 +69,7 @@ class TensorBoard:
     def _text(self, item: Item) -> None:
         tensor = tensor_pb2.TensorProto(
             dtype=types_pb2.DT_STRING,
-            string_val=[values.of_event(item.record).encode()],
+            string_val=[event_text(item.record).encode()],
             tensor_shape=tensor_shape_pb2.TensorShapeProto(
                 dim=[tensor_shape_pb2.TensorShapeProto.Dim(size=1)]
             ),

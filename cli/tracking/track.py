@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import click
 
-from oobleck.cli.completion import job_argument
-from oobleck.cli.options import FAILED, master_option
+from oobleck.cli.options import FAILED, job_argument, master_option
 from oobleck.host.command import CommandFailed
 from oobleck.host.ipc.endpoint import Endpoint
 
@@ -74,8 +73,7 @@ def track(job_id: str, name: str, directory: Path, master: Endpoint) -> None:
     continues after the last record, and writes each step exactly once.
     """
     from oobleck.cli.client import MasterClient
-    from oobleck.cli.tracking.feed import feed
-    from oobleck.cli.tracking.folder import claim
+    from oobleck.cli.tracking.feed import claim, feed
 
     made = _load(name)
     with MasterClient(master) as connection:

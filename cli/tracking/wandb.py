@@ -10,9 +10,14 @@ from pathlib import Path
 import wandb
 
 from oobleck.cli.options import FAILED
-from oobleck.cli.tracking import values
-from oobleck.cli.tracking.feed import Item, Written
-from oobleck.cli.tracking.folder import open_locked
+from oobleck.cli.tracking.feed import (
+    Item,
+    Written,
+    evaluation_numbers,
+    event_text,
+    open_locked,
+    step_numbers,
+)
 from oobleck.host.command import CommandFailed
 
 
@@ -49,13 +54,13 @@ class WandB:
         match item.kind:
             case "step":
                 self._step, self._events = record["step"], []
-                told = {**values.of_step(record), "_timestamp": record["time"]}
+                told = {**step_numbers(record), "_timestamp": record["time"]}
                 self._run.log(told, step=self._step)
             case "evaluation":
-                told = {**values.of_evaluation(record), "evaluation/step": record["step"]}
+                told = {**evaluation_numbers(record), "evaluation/step": record["step"]}
                 self._run.log(told, step=self._step)
             case "event":
-                self._events.append(values.of_event(record))
+                self._events.append(event_text(record))
                 self._run.log({"events": "\n".join(self._events)}, step=self._step)
 
     def flush(self) -> None:

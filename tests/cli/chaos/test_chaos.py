@@ -9,10 +9,10 @@ from collections.abc import Sequence
 import psutil
 import pytest
 
+from oobleck.cli.chaos.drill import KINDS, TO_THE_MASTER, Tally, schedule
 from oobleck.cli.chaos.injector import victims
 from oobleck.cli.chaos.striker import Striker, check_master_here, master_pid
-from oobleck.cli.chaos.strikes import KINDS, TO_THE_MASTER, Tally, schedule
-from oobleck.cli.here import all_here, is_here
+from oobleck.cli.jobs.checks import all_here, is_here
 from oobleck.host.command import CommandFailed
 from oobleck.proto import control_pb2 as pb
 from support.commands import refused, run

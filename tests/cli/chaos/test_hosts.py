@@ -12,9 +12,8 @@ import psutil
 import pytest
 
 from bench.support.network import Network
-from oobleck.cli.chaos.hosts import HostStriker
-from oobleck.cli.ssh.connection import Access
-from oobleck.cli.ssh.hosts import parse_hosts
+from oobleck.cli.chaos.striker import HostStriker
+from oobleck.cli.ssh.hosts import Access, parse_hosts
 from oobleck.host.command import CommandFailed
 from oobleck.proto import control_pb2 as pb
 from support.commands import refused, run

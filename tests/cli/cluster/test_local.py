@@ -17,8 +17,7 @@ import pytest
 
 from bench.support.ports import choose_address
 from oobleck.cli.client import MasterClient
-from oobleck.cli.cluster.children import restart_pause_s
-from oobleck.cli.cluster.cluster import Cluster
+from oobleck.cli.cluster.cluster import Cluster, restart_pause_s
 from oobleck.cli.cluster.local import NODE_BYTES
 from oobleck.host.command import CommandFailed
 from oobleck.proto.control_pb2 import NodeInfo

@@ -11,7 +11,7 @@ pytest.importorskip("uvicorn")
 import uvicorn
 from uvicorn.server import ServerState
 
-from oobleck.cli.dashboard import server as dashboard
+from oobleck.cli.dashboard import app as dashboard
 from support import loops
 
 _LONGEST_S = 30.0

@@ -6,15 +6,8 @@ from pathlib import Path
 import pytest
 
 from oobleck.cli.dashboard.chart import Chart, Mark, chart, ticks
-from oobleck.cli.dashboard.parts import (
-    MOST_CHARACTERS,
-    Part,
-    Renderings,
-    changes,
-    rendering,
-)
-from oobleck.cli.dashboard.security.sessions import Sessions
-from oobleck.cli.dashboard.security.tokens import BadToken, check, default_folder, make, read_key
+from oobleck.cli.dashboard.parts import MOST_CHARACTERS, Part, Renderings, changes, rendering
+from oobleck.cli.dashboard.sessions import BadToken, Sessions, check, default_folder, make, read_key
 from oobleck.cli.view.series import Point
 
 KEY = b"k" * 32

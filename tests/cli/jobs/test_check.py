@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from oobleck.cli.jobs import own_model
+from oobleck.cli.jobs import own_code
 from oobleck.cli.jobs.job_file import read_job
 from support.commands import run
 from support.folders import ROOT
@@ -107,7 +107,7 @@ def test_of_a_large_model_a_submit_says_how_it_is_checked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = written(tmp_path, "counted")
-    monkeypatch.setattr(own_model, "_MODULE", "small_limit")
+    monkeypatch.setattr(own_code, "_MODULE", "small_limit")
     (tmp_path / "small_limit.py").write_text(
         "import sys\nfrom oobleck.worker import describe\ndescribe._LARGE = 10\n"
         "sys.exit(describe.main())\n"

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from oobleck.cli.jobs.config import config
+from oobleck.cli.jobs.files import config
 from oobleck.core.job.file import parse_job
 from oobleck.core.job.schema import job_schema
 from support.commands import run

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from oobleck.cli.jobs.init import TEMPLATES
+from oobleck.cli.jobs.files import TEMPLATES
 from oobleck.core.job.file import parse_job
 from oobleck.core.job.lora import LoraSpec
 from oobleck.core.job.model import OwnModelSpec

@@ -7,9 +7,8 @@ import pytest
 from click.testing import CliRunner, Result
 from msgspec import structs
 
-from oobleck.cli.output.timeline import steps_table
 from oobleck.cli.planning.profile import profile
-from oobleck.cli.reading.timeline import summary, timeline
+from oobleck.cli.reading.timeline import steps_table, summary, timeline
 from oobleck.core.ids import Generation, NodeName, WorkerId
 from oobleck.core.messages import Recording, Span
 from oobleck.host.timeline import Track, chrome_trace

@@ -14,9 +14,9 @@ from google.protobuf.message import Message
 
 from oobleck.cli.jobs.follow import progress_line
 from oobleck.cli.main import oobleck
-from oobleck.cli.output import incident, text
-from oobleck.cli.output.events import event_line
-from oobleck.cli.reading.logs import logs as logs_command
+from oobleck.cli.output import text
+from oobleck.cli.output.events import event_line, incident_block
+from oobleck.cli.reading.show import logs as logs_command
 from oobleck.core.checkpoint import LayerFile, Manifest, format_manifest, layer_file
 from oobleck.core.job.model import ModelSpec
 from oobleck.core.job.spec import TrainingSpec
@@ -97,7 +97,7 @@ def test_an_incident() -> None:
         "to_generation": 2,
         "can_lose": 1,
     }
-    assert is_shown(incident.block(record, width=60))
+    assert is_shown(incident_block(record, width=60))
 
 
 def test_logs_are_raw_for_who_asks() -> None:

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from oobleck.cli.output import incident, text
-from oobleck.cli.output.events import event_line
+from oobleck.cli.output import text
+from oobleck.cli.output.events import clock, event_line, incident_block
 from oobleck.core.ids import JobId
 from oobleck.proto import control_pb2 as pb
 from support.scenario import Player
@@ -87,17 +87,17 @@ incident 2: worker n2/0 (rank 1, pid 2018) was killed by SIGKILL; recovered in 0
 
 
 def test_an_incident_is_a_block_with_its_root_cause_first_and_phases_in_columns() -> None:
-    told = incident.block(RECORD)
-    clock, _, rest = told.partition("  ")
-    assert clock == incident.clock(AT)
-    assert rest == BLOCK.format(first=clock)
+    told = incident_block(RECORD)
+    at, _, rest = told.partition("  ")
+    assert at == clock(AT)
+    assert rest == BLOCK.format(first=at)
 
 
 def test_time_without_nodes_and_steps_done_again_have_columns_where_there_is_any() -> None:
     record = copy.deepcopy(RECORD)
     record["phases"] |= {"waiting": 9.176, "redo": 6.7}
     record["attempts"][1]["phases"]["waiting"] = 9.176
-    rows = [line.split()[-9:] for line in incident.block(record).splitlines()]
+    rows = [line.split()[-9:] for line in incident_block(record).splitlines()]
     rows = [row for row in rows if row[-1] in ("total", "0.210", "16.226")]
     assert [row[rows[0].index("waiting")] for row in rows] == ["waiting", "9.176", "9.176"]
     assert [row[rows[0].index("redo")] for row in rows] == ["redo", "0.000", "6.700"]
@@ -106,7 +106,7 @@ def test_time_without_nodes_and_steps_done_again_have_columns_where_there_is_any
 def test_one_generation_has_one_row_of_phases() -> None:
     record = copy.deepcopy(RECORD)
     del record["attempts"][0]
-    told = incident.block(record).splitlines()
+    told = incident_block(record).splitlines()
     assert sum(line.strip().startswith(("generation ", "all ")) for line in told) == 2
 
 
@@ -136,10 +136,10 @@ incident 2: worker n2/0 (rank 1, pid 2018) was killed by SIGKILL;
 
 
 def test_an_incident_fits_80_columns() -> None:
-    told = incident.block(RECORD, width=80)
-    clock, _, rest = told.partition("  ")
-    assert rest == NARROW.format(first=clock)
-    shown = incident.block(RECORD, width=80, colour=True)
+    told = incident_block(RECORD, width=80)
+    at, _, rest = told.partition("  ")
+    assert rest == NARROW.format(first=at)
+    shown = incident_block(RECORD, width=80, colour=True)
     assert shown.count("\x1b") == 4
     assert re.sub(r"\x1b\[\d+m", "", shown) == told
 
@@ -150,7 +150,7 @@ def test_long_names_and_last_words_fit_80_columns_and_no_name_is_cut(name: str) 
     record["root_cause"] |= cause(f"node {name} was lost", AT, log_tail=["  word" * 30, "x" * 99])
     record["witnesses"][1] |= {"observer": name, "saw": "word " * 30}
     record["phases"] |= {"waiting": 91760.25, "redo": 6.7}
-    told = incident.block(record, width=80).splitlines()
+    told = incident_block(record, width=80).splitlines()
     assert all(len(line) <= 80 for line in told)
     assert sum(name in line for line in told) == 2
     last = [line[28:] for line in told[told.index(next(t for t in told if "last words" in t)) :]]
@@ -159,19 +159,19 @@ def test_long_names_and_last_words_fit_80_columns_and_no_name_is_cut(name: str) 
 
 def test_a_job_that_never_had_a_plan_has_no_generations() -> None:
     without = {"from_generation": 0, "to_generation": 0, "attempts": [], "outcome": "failed"}
-    assert "generation" not in incident.block({**RECORD, **without})
+    assert "generation" not in incident_block({**RECORD, **without})
 
 
 @pytest.mark.parametrize(("outcome", "code"), [("recovered", "32"), ("failed", "31")])
 def test_colour_is_only_where_it_is_asked_for(outcome: str, code: str) -> None:
     record = {**RECORD, "outcome": outcome}
-    assert "\x1b" not in incident.block(record)
-    assert f"\x1b[{code}m" in incident.block(record, colour=True)
+    assert "\x1b" not in incident_block(record)
+    assert f"\x1b[{code}m" in incident_block(record, colour=True)
 
 
 def test_many_witnesses_are_counted() -> None:
     many = [seen(AT + n, "peer", f"n{n}/0", "socket closed") for n in range(50)]
-    told = incident.block({**RECORD, "witnesses": many})
+    told = incident_block({**RECORD, "witnesses": many})
     assert "and 41 more" in told
 
 
@@ -222,9 +222,9 @@ def of_slow_workers(scenario: str) -> list[dict[str, Any]]:
 
 def test_slow_workers_are_a_block_with_what_was_done_about_them() -> None:
     (record,) = of_slow_workers("slow_incident")
-    told = incident.block(record, width=80)
-    clock, _, rest = told.partition("  ")
-    assert clock == incident.clock(record["opened_at"])
+    told = incident_block(record, width=80)
+    at, _, rest = told.partition("  ")
+    assert at == clock(record["opened_at"])
     assert rest == SLOW_BLOCK
     assert event_line(record).endswith(f"incident 1: {record['summary']}")
     # Training went on but for the switches, which are what it cost.
@@ -234,7 +234,7 @@ def test_slow_workers_are_a_block_with_what_was_done_about_them() -> None:
 
 def test_slow_workers_that_no_plan_answers_say_so_and_how_it_ended() -> None:
     gone, cancelled = of_slow_workers("slow_incident_ends")
-    lines = incident.block(gone).splitlines()
+    lines = incident_block(gone).splitlines()
     assert lines[0].endswith(
         "incident 1: slow worker n2/0 (rank 1): 0.50 of the others' pace; gone after 18.1 s"
     )
@@ -245,13 +245,13 @@ def test_slow_workers_that_no_plan_answers_say_so_and_how_it_ended() -> None:
         "answered      with no plan",
         "generation    1",
     ]
-    assert "; cancelled after 5.0 s" in incident.block(cancelled)
-    assert "\x1b[33mgone after" in incident.block(gone, colour=True)
+    assert "; cancelled after 5.0 s" in incident_block(cancelled)
+    assert "\x1b[33mgone after" in incident_block(gone, colour=True)
 
 
 def test_of_many_slow_workers_and_plans_the_first_and_the_last_are_shown() -> None:
     (record,) = of_slow_workers("slow_incident")
     many = {"slow": record["slow"] * 10, "attempts": record["attempts"] * 10}
-    told = incident.block({**record, **many})
+    told = incident_block({**record, **many})
     assert "and 2 more" in told
     assert "and 12 before" in told

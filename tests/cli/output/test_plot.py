@@ -2,8 +2,7 @@
 
 import pytest
 
-from oobleck.cli.output.metrics import row
-from oobleck.cli.output.plot import plot
+from oobleck.cli.output.metrics import plot, row
 
 #: Of a line from one corner to the other: the highest and the lowest dots of its ends.
 FIRST_DOT, LAST_DOT = 0x2801, 0x2880

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from oobleck.cli.jobs.job_file import check_weights, read_job
+from oobleck.cli.jobs.checks import check_weights
+from oobleck.cli.jobs.job_file import read_job
 from oobleck.core.job.file import format_job, parse_job
 from oobleck.host.command import CommandFailed
 

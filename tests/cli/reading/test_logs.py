@@ -6,7 +6,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 from click.testing import CliRunner, Result
 
-from oobleck.cli.reading.logs import logs
+from oobleck.cli.reading.show import logs
 from oobleck.proto import control_pb2 as pb
 from support.operators_master import answering
 

@@ -14,7 +14,7 @@ import pytest
 import yaml
 from click.testing import CliRunner, Result
 
-from oobleck.cli.output import colour
+from oobleck.cli.output.table import coloured, wants_colour
 from oobleck.cli.reading.show import nodes, status
 from oobleck.cli.reading.watch import Screen
 from oobleck.proto import control_pb2 as pb
@@ -104,7 +104,7 @@ def test_states_alone_are_coloured_and_on_a_terminal_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     listing = "NODE    STATE\nlive    lost\nfailed  live\n        live again\nstate       failed: x"
-    painted = colour.states(listing)
+    painted = coloured(listing)
     assert painted.split("\n") == [
         "NODE    STATE",
         "live    \x1b[31mlost\x1b[0m",
@@ -112,15 +112,15 @@ def test_states_alone_are_coloured_and_on_a_terminal_alone(
         "        live again",
         "state       \x1b[31mfailed\x1b[0m: x",
     ]
-    assert not colour.is_wanted()
+    assert not wants_colour()
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     for name, value, wanted in (("NO_COLOR", "", True), ("NO_COLOR", "1", False)):
         monkeypatch.setenv("TERM", "xterm")
         monkeypatch.setenv(name, value)
-        assert colour.is_wanted() is wanted
+        assert wants_colour() is wanted
     monkeypatch.setenv("NO_COLOR", "")
     monkeypatch.setenv("TERM", "dumb")
-    assert not colour.is_wanted()
+    assert not wants_colour()
 
 
 def test_into_a_pipe_each_answer_follows_the_one_before_until_the_job_ends() -> None:

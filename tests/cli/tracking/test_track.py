@@ -10,9 +10,7 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from oobleck.cli.tracking import values
-from oobleck.cli.tracking.feed import Item, Written
-from oobleck.cli.tracking.folder import claim
+from oobleck.cli.tracking.feed import Item, Written, claim, evaluation_numbers
 from oobleck.cli.tracking.tensorboard import FILE, TensorBoard
 from oobleck.host.command import CommandFailed
 from support.commands import end, refused, run, start_agent, start_master
@@ -115,7 +113,7 @@ def test_a_folder_is_of_one_clusters_job(tmp_path: Path) -> None:
 
 def test_numbers_of_an_evaluation_have_names() -> None:
     told = {"step": 3, "samples": 8, "loss": 0.5, "perplexity": None, "metrics": {"right": 0.75}}
-    assert values.of_evaluation(told) == {"evaluation/loss": 0.5, "evaluation/metrics/right": 0.75}
+    assert evaluation_numbers(told) == {"evaluation/loss": 0.5, "evaluation/metrics/right": 0.75}
 
 
 class Track:

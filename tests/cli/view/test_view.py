@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from oobleck.cli.view import cluster, incident, places
-from oobleck.cli.view.job import open_incident, progress
+from oobleck.cli.dashboard.incident import bars, held, of_incident
 from oobleck.cli.view.series import MOST_BUCKETS, MOST_RECENT, Point, Series
+from oobleck.cli.view.state import cluster, open_incident, plan_rows, progress
 from oobleck.proto import control_pb2 as pb
 
 
@@ -58,7 +58,7 @@ def test_what_stands_out_comes_first_and_names_are_in_the_order_of_their_numbers
         node("n5", "drained", reason="maintenance"),
         node("n6", last_heard_s=7.0),
     ]
-    found = cluster.cluster(nodes, [job(), job(job_id="old-1", state="succeeded")])
+    found = cluster(nodes, [job(), job(job_id="old-1", state="succeeded")])
     assert [row.name for row in found.nodes] == ["n3", "n4", "n5", "n1", "n2", "n6", "n10"]
     assert [row.tone for row in found.nodes[:4]] == ["bad", "warn", "warn", "good"]
     assert [row.name for row in found.nodes if row.is_out] == ["n5"]
@@ -83,13 +83,13 @@ def test_what_stands_out_comes_first_and_names_are_in_the_order_of_their_numbers
     ],
 )
 def test_what_can_still_be_lost(changes: dict[str, Any], told: str, tone: str) -> None:
-    (found,) = cluster.cluster([], [job(**changes)]).losses
+    (found,) = cluster([], [job(**changes)]).losses
     assert (found.job_id, found.text, found.tone) == ("demo-1", told, tone)
 
 
 def test_the_map_has_a_place_for_each_stage_and_the_state_of_its_node() -> None:
     nodes = [node("n1"), node("n2", "disconnected"), node("n10", rate=0.25)]
-    first, second = places.rows(PLAN, nodes)
+    first, second = plan_rows(PLAN, nodes)
     assert (first.name, first.share) == ("pipeline 0", "5 micro-batches")
     assert (second.name, second.share) == ("pipeline 1", "1 micro-batch")
     assert [place.workers for place in first.places] == ["n1/0,1", "n2"]
@@ -105,7 +105,7 @@ def test_the_map_of_a_plan_of_routes_has_its_routes_and_what_is_held_and_not_run
         routes=[pb.Route(hops=[stage("n1", 0, 1), stage("n2", 2, 3)], microbatches=2)],
         shadows=[stage("n10", 0, 1)],
     )
-    found = places.rows(plan, [])
+    found = plan_rows(plan, [])
     assert [row.name for row in found] == ["route 0", "shadows"]
     assert found[0].places[0].tone == "quiet"  # nothing is known of the node
     assert found[1].places[0].share == 0.5
@@ -201,7 +201,7 @@ INCIDENT: dict[str, Any] = {
 
 
 def test_phases_are_parts_of_a_bar() -> None:
-    whole, *each = incident.bars(INCIDENT)
+    whole, *each = bars(INCIDENT)
     assert [(p.name, p.begin, p.share) for p in whole.phases] == [
         ("detect", 0.0, 0.25),
         ("transfer", 0.25, 0.75),
@@ -211,8 +211,8 @@ def test_phases_are_parts_of_a_bar() -> None:
         ("generation 3", 3.0),
     ]
     alone = INCIDENT | {"attempts": INCIDENT["attempts"][:1]}
-    assert len(incident.bars(alone)) == 1
-    assert incident.bars({"total_s": 0.0, "phases": {"detect": 0.0}, "attempts": []}) == ()
+    assert len(bars(alone)) == 1
+    assert bars({"total_s": 0.0, "phases": {"detect": 0.0}, "attempts": []}) == ()
 
 
 def test_what_was_expected_is_held_against_what_was_measured() -> None:
@@ -221,9 +221,9 @@ def test_what_was_expected_is_held_against_what_was_measured() -> None:
         {"to_generation": 3, "stall_s": None},
         {"to_generation": 4, "stall_s": 9.0},
     ]
-    answered = incident.of_incident(INCIDENT, changes)
+    answered = of_incident(INCIDENT, changes)
     assert answered == changes[:2]
-    told = [(h.what, h.expected, h.measured) for h in incident.held(answered, {2: 0.125})]
+    told = [(h.what, h.expected, h.measured) for h in held(answered, {2: 0.125})]
     assert told == [
         ("generation 2: a step", "0.100 s", "0.125 s"),
         ("generation 2: standstill", "0.250 s", "0.500 s"),

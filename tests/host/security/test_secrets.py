@@ -8,7 +8,8 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from oobleck.cli.jobs.job_file import check_checkpoints, read_job
+from oobleck.cli.jobs.checks import check_checkpoints
+from oobleck.cli.jobs.job_file import read_job
 from oobleck.cli.main import oobleck
 from oobleck.core.checkpoint import why_not_begin
 from oobleck.core.job.model import ModelSpec

@@ -1,4 +1,4 @@
-"""Nodes and jobs of a cluster: exceptional ones first, and how many may be lost. Pure."""
+"""Jobs, nodes and plans as pages show them: exceptional ones first, how many may be lost. Pure."""
 
 import re
 from collections import Counter
@@ -6,10 +6,73 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from oobleck.cli.output import text
-from oobleck.cli.output.colour import ORDER, Tone, tone, worst
-from oobleck.cli.view.job import Progress, open_incident, progress
+from oobleck.cli.output.table import ORDER, Tone, tone, worst
 from oobleck.core.units import count
 from oobleck.proto import control_pb2 as pb
+
+# ---- progress of a job, in words and as a share of the whole
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    #: Committed share of the job's steps, 0 to 1, and as text.
+    done: float
+    percent: str
+    step: int
+    steps: int
+    #: Empty if unknown, here and below.
+    loss: str
+    #: Tokens per second; or the age of the last step if the job does not progress.
+    speed: str
+    eta: str
+    #: Age and step of the newest checkpoint, or a remark that there is none; empty: none are taken.
+    checkpoint: str
+    #: How many more nodes it can lose.
+    can_lose: str
+    tone: Tone
+    over: bool
+
+
+def progress(job: pb.JobStatus) -> Progress:
+    over = job.state in text.ENDED
+    return Progress(
+        done=job.committed_step / job.steps if job.steps else 0.0,
+        percent=text.done(job),
+        step=job.committed_step,
+        steps=job.steps,
+        loss=f"{job.loss:.4f}" if job.HasField("loss") else "",
+        speed=_speed(job),
+        eta=f"about {text.about(job.eta_s)} to go" if job.eta_s and not over else "",
+        checkpoint=_checkpoint(job),
+        can_lose=text.can_lose(job) if job.HasField("plan") and not over else "",
+        tone=tone(job.state),
+        over=over,
+    )
+
+
+def open_incident(job: pb.JobStatus) -> str:
+    """Return the first line of an open failure or slowdown; empty: there is none."""
+    if not job.last_incident or job.last_incident_at:
+        return ""
+    return job.last_incident.partition("\n")[0]
+
+
+def _speed(job: pb.JobStatus) -> str:
+    if job.tokens_per_s:
+        share = f", MFU {100 * job.mfu:.0f}%" if job.HasField("mfu") else ""
+        return f"{job.tokens_per_s:,.0f} tokens/s{share}"
+    return text.last_step(job, "last step ")
+
+
+def _checkpoint(job: pb.JobStatus) -> str:
+    if not job.checkpoint:
+        return "none yet" if job.checkpoint_path else ""
+    age = f", {text.ago(job.checkpoint_at)}" if job.checkpoint_at else ""
+    return f"step {job.checkpoint_step}{age}"
+
+
+# ---- nodes and jobs of a cluster
+
 
 #: Silence after which a node's row shows it.
 _SILENT_S = 3.0
@@ -165,3 +228,88 @@ def _natural(name: str) -> list[tuple[int, int | str]]:
     """Return a sort key that puts n2 before n10."""
     parts = re.split(r"(\d+)", name)
     return [(0, int(part)) if part.isdigit() else (1, part) for part in parts if part]
+
+
+# ---- map of a plan: a row for each pipeline or route, a place for each stage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Stage on workers of one node."""
+
+    node: str
+    #: Slots of its workers on the node.
+    slots: tuple[int, ...]
+    first_layer: int
+    last_layer: int
+    #: Its share of the model's layers, 0 to 1.
+    share: float
+    state: str
+    #: Rate of the slowest worker, relative to the others.
+    rate: float
+    tone: Tone
+
+    @property
+    def layers(self) -> str:
+        if self.first_layer == self.last_layer:
+            return f"layer {self.first_layer}"
+        return f"layers {self.first_layer} to {self.last_layer}"
+
+    @property
+    def workers(self) -> str:
+        """`n1`, or `n1/0,1` if it has other workers than the first."""
+        slots = ",".join(map(str, self.slots))
+        return self.node if slots == "0" else f"{self.node}/{slots}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRow:
+    name: str
+    #: Micro-batches of a step, or another remark.
+    share: str
+    places: tuple[Place, ...]
+    #: Whether the places lead from the first layer to the last.
+    is_through: bool = True
+
+
+def plan_rows(plan: pb.Plan, nodes: Iterable[pb.NodeInfo]) -> tuple[PlanRow, ...]:
+    """Return pipelines in order, or routes if the plan has these; then shadows."""
+    known = {node.node: node for node in nodes}
+    through: Sequence[pb.Pipeline | pb.Route] = plan.routes or plan.pipelines
+    layers = max((stage.last_layer + 1 for one in through for stage in _stages(one)), default=1)
+    kind = "route" if plan.routes else "pipeline"
+    found = [
+        PlanRow(
+            name=f"{kind} {number}",
+            share=f"{one.microbatches} micro-batch{'' if one.microbatches == 1 else 'es'}",
+            places=tuple(_place(stage, layers, known) for stage in _stages(one)),
+        )
+        for number, one in enumerate(through)
+    ]
+    if plan.shadows:
+        held = tuple(_place(stage, layers, known) for stage in plan.shadows)
+        found.append(PlanRow(name="shadows", share="held, not run", places=held, is_through=False))
+    return tuple(found)
+
+
+def _stages(through: pb.Pipeline | pb.Route) -> Iterable[pb.Stage]:
+    return through.hops if isinstance(through, pb.Route) else through.stages
+
+
+def _place(stage: pb.Stage, layers: int, known: Mapping[str, pb.NodeInfo]) -> Place:
+    name = stage.workers[0].node
+    slots = tuple(worker.slot for worker in stage.workers)
+    node = known.get(name)
+    rates = [w.rate for w in node.workers if w.slot in slots and w.rate] if node else []
+    rate = min(rates, default=1.0)
+    state = node.state if node else "unknown"
+    return Place(
+        node=name,
+        slots=slots,
+        first_layer=stage.first_layer,
+        last_layer=stage.last_layer,
+        share=(stage.last_layer - stage.first_layer + 1) / layers,
+        state=state,
+        rate=rate,
+        tone=worst(tone(state), "warn") if rate < 1 else tone(state),
+    )

@@ -1,4 +1,4 @@
-"""Text of the panes of `oobleck top`, as rows of styled text. Pure.
+"""Panes of `oobleck top`: their text as rows of styled text, and the scrolling lists of rows.
 
 A style is a word or two of Rich: `bold`, `dim`, or one of the terminal's own colours. The text is
 complete without colours.
@@ -6,20 +6,33 @@ complete without colours.
 
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
+
+from rich.segment import Segment
+from rich.style import Style
+from textual.binding import Binding, BindingType
+from textual.geometry import Region, Size
+from textual.message import Message
+from textual.scroll_view import ScrollView
+from textual.strip import Strip
 
 from oobleck.cli.client import Unreachable
 from oobleck.cli.jobs.follow import progress_line
-from oobleck.cli.output import incident
-from oobleck.cli.output.colour import Tone, tone
-from oobleck.cli.output.plot import plot
-from oobleck.cli.output.table import cut
+from oobleck.cli.output.events import how_it_ended
+from oobleck.cli.output.metrics import plot
+from oobleck.cli.output.table import Tone, cut, tone
 from oobleck.cli.output.text import about
 from oobleck.cli.top.feed import View
-from oobleck.cli.view import places
-from oobleck.cli.view.cluster import Cluster, NodeRow
-from oobleck.cli.view.job import open_incident, progress
 from oobleck.cli.view.series import Point
+from oobleck.cli.view.state import (
+    Cluster,
+    NodeRow,
+    Place,
+    PlanRow,
+    open_incident,
+    plan_rows,
+    progress,
+)
 from oobleck.core.units import count
 from oobleck.host.display import inline
 
@@ -140,7 +153,7 @@ def pipelines(view: View, width: int) -> list[Row]:
     """
     if view.job is None or not view.job.HasField("plan"):
         return []
-    found = places.rows(view.job.plan, view.nodes)
+    found = plan_rows(view.job.plan, view.nodes)
     heads = [_head_of(row) for row in found]
     wide = max(map(len, heads), default=0)
     most = max((len(row.places) for row in found), default=0)
@@ -166,7 +179,7 @@ def pipelines(view: View, width: int) -> list[Row]:
     ]
 
 
-def _head_of(row: places.Row) -> str:
+def _head_of(row: PlanRow) -> str:
     """Return `0  16 mb` for a pipeline: its number, and its micro-batches per step."""
     kind, _, number = row.name.partition(" ")
     share = row.share.partition(" ")[0]
@@ -175,7 +188,7 @@ def _head_of(row: places.Row) -> str:
     return f"{number}  {share} mb" if kind == "pipeline" else f"{kind} {number}  {share} mb"
 
 
-def _with_layers(place: places.Place) -> str:
+def _with_layers(place: Place) -> str:
     first, last = place.first_layer, place.last_layer
     return (
         f"{inline(place.workers)}[{first}]"
@@ -212,7 +225,7 @@ def incidents(view: View, width: int) -> list[tuple[str, Row]]:
 def _incident(record: dict[str, Any]) -> Iterator[Part]:
     ended = inline(record["outcome"])
     yield f"{time.strftime('%H:%M:%S', time.localtime(record['opened_at']))}  ", "dim"
-    yield incident.how_it_ended(record, ended), _OUTCOMES.get(ended, "yellow")
+    yield how_it_ended(record, ended), _OUTCOMES.get(ended, "yellow")
     yield f"  {inline(record['root_cause']['summary'])}", ""
 
 
@@ -227,3 +240,123 @@ def logs(view: View, width: int) -> list[Row]:
         fitted(((f"{inline(line.node)}/{line.slot}  ", "dim"), (inline(line.line), "")), width)
         for line in view.told.logs
     ]
+
+
+# ---- lists
+
+
+class Rows(ScrollView, can_focus=True):
+    """List that draws only the visible rows, however many there are."""
+
+    DEFAULT_CSS = """
+    Rows { scrollbar-size-vertical: 1; overflow-x: hidden; border-top: solid $primary; }
+    Rows:focus { border-top: heavy $primary; border-title-style: bold; }
+    """
+
+    def __init__(self, *, id: str, title: str, follows: bool = False) -> None:
+        """Make an empty list.
+
+        `follows`: show the newest rows, which are the last ones, unless the user has scrolled away.
+        """
+        super().__init__(id=id)
+        self._rows: Sequence[Row] = ()
+        self._follows = follows
+        self.border_title = title
+
+    def show(self, rows: Sequence[Row]) -> None:
+        if rows == self._rows:
+            return
+        at_end = self.scroll_offset.y >= self.max_scroll_y
+        self._rows = rows
+        self.virtual_size = Size(self.size.width, len(rows))
+        if self._follows and at_end:
+            self.scroll_end(animate=False)
+        self.refresh()
+
+    @property
+    def text(self) -> list[str]:
+        """Text of all rows, without styles."""
+        return ["".join(text for text, _ in row) for row in self._rows]
+
+    def render_line(self, y: int) -> Strip:
+        base, width, number = self.rich_style, self.size.width, self.scroll_offset.y + y
+        if number >= len(self._rows):
+            return Strip.blank(width, base)
+        base += self._mark(number)
+        parts = [Segment(text, base + Style.parse(style)) for text, style in self._rows[number]]
+        return Strip(parts).crop_extend(0, width, base)
+
+    def _mark(self, number: int) -> Style:
+        """Return the style that highlights the row."""
+        return Style.null()
+
+
+class Choices(Rows):
+    """Rows with names; the selected one stays selected when its row moves."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("up", "move(-1)", show=False),
+        Binding("down", "move(1)", show=False),
+        Binding("pageup", "page(-1)", show=False),
+        Binding("pagedown", "page(1)", show=False),
+        Binding("home", "move(-1000000)", show=False),
+        Binding("end", "move(1000000)", show=False),
+        Binding("enter", "open", show=False),
+    ]
+
+    class Opened(Message):
+        """Message that Enter was pressed on the row of that name."""
+
+        def __init__(self, choices: "Choices", name: str) -> None:
+            super().__init__()
+            self.choices = choices
+            self.name = name
+
+        @property
+        def control(self) -> "Choices":
+            return self.choices
+
+    def __init__(self, *, id: str, title: str) -> None:
+        super().__init__(id=id, title=title)
+        self._names: Sequence[str] = ()
+        self._at = 0
+        #: Whether the user has selected a row; otherwise the first row is selected.
+        self._moved = False
+
+    @property
+    def chosen(self) -> str | None:
+        return self._names[self._at] if self._names else None
+
+    def show_named(self, rows: Sequence[tuple[str, Row]]) -> None:
+        chosen = self.chosen
+        self._names = [name for name, _ in rows]
+        if self._moved and chosen in self._names:
+            self._at = self._names.index(chosen)
+        else:
+            self._at = min(self._at, max(0, len(rows) - 1)) if self._moved else 0
+        self.show([row for _, row in rows])
+
+    def _mark(self, number: int) -> Style:
+        chosen = number == self._at and self.has_focus
+        return Style(reverse=True) if chosen else Style.null()
+
+    def action_move(self, by: int) -> None:
+        if not self._names:
+            return
+        self._at = max(0, min(self._at + by, len(self._names) - 1))
+        self._moved = True
+        self.scroll_to_region(Region(0, self._at, 1, 1), animate=False, force=True)
+        self.refresh()
+
+    def action_page(self, by: int) -> None:
+        self.action_move(by * max(1, self.size.height - 1))
+
+    def action_open(self) -> None:
+        if self.chosen is not None:
+            self.post_message(self.Opened(self, self.chosen))
+
+    def on_focus(self) -> None:
+        self.refresh()
+
+    def on_blur(self) -> None:
+        self.refresh()

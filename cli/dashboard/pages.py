@@ -1,24 +1,65 @@
-"""Page *Job*: its progress, loss and speed, its nodes, and its events."""
+"""Pages that stay up to date: Cluster, Job and Logs. Each lists its current parts."""
 
 from bisect import bisect_right
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from oobleck.cli.dashboard.chart import Mark, chart
-from oobleck.cli.dashboard.feeds import JobFeed, JobHistory
-from oobleck.cli.dashboard.hub import TooMany
+from oobleck.cli.dashboard.hub import Problem, TooMany
 from oobleck.cli.dashboard.parts import Part
-from oobleck.cli.dashboard.problem import Problem
-from oobleck.cli.dashboard.security.sessions import Session
+from oobleck.cli.dashboard.sessions import Session
 from oobleck.cli.dashboard.site import ClusterBased, Site, now
 from oobleck.cli.output import text
 from oobleck.cli.output.events import sentence
-from oobleck.cli.view import places
-from oobleck.cli.view.cluster import job_row, loss
-from oobleck.cli.view.job import open_incident
+from oobleck.cli.output.table import tone
+from oobleck.cli.view.feeds import JobFeed, JobHistory, Line, LogFeed
 from oobleck.cli.view.series import Point
+from oobleck.cli.view.state import NodeRow, cluster, job_row, loss, open_incident, plan_rows
 from oobleck.core.units import count
 from oobleck.proto import control_pb2 as pb
+
+# ---- page Cluster: nodes, jobs, rates, and how many nodes may still be lost
+
+
+_MOST_JOBS = 50
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Row:
+    node: NodeRow
+    may_drain: bool
+
+
+class ClusterPage(ClusterBased):
+    title = "Cluster"
+    template = "cluster.html"
+    active = "cluster"
+
+    def parts(self) -> Sequence[Part]:
+        snapshot = self.site.snapshot()
+        found = cluster(snapshot.nodes, snapshot.jobs)
+        may_drain = self.role == "operator"
+        return [
+            self.part("summary", found=found, tone=tone),
+            self.part(
+                "jobs",
+                jobs=found.jobs[:_MOST_JOBS],
+                more=max(0, len(found.jobs) - _MOST_JOBS),
+            ),
+            self.site.templates.rows(
+                "nodes",
+                "parts/nodes.html",
+                "parts/node.html",
+                {f"node-{row.name}": _Row(node=row, may_drain=may_drain) for row in found.nodes},
+                some=bool(found.nodes),
+                may_drain=may_drain,
+            ),
+        ]
+
+
+# ---- page Job: its progress, loss and speed, its nodes, and its events
+
 
 _MOST_EVENTS = 30
 _MOST_INCIDENTS = 20
@@ -77,7 +118,7 @@ class JobPage(JobBased):
         history = self.feed.history(job.finished_at or now())
         nodes = self.site.snapshot().nodes
         goes_on = job.HasField("plan") and job.state not in text.ENDED
-        rows = places.rows(job.plan, nodes) if job.HasField("plan") else ()
+        rows = plan_rows(job.plan, nodes) if job.HasField("plan") else ()
         through = [row.places for row in rows if row.is_through]
         first = history.points[0].first if history.points else 1
         return [
@@ -159,3 +200,65 @@ def _step_at(points: Sequence[Point], at: float) -> int:
     """Return the last step that was committed before a Unix time."""
     before = bisect_right(points, at, key=lambda point: point.time)
     return points[before - 1].last if before else 0
+
+
+# ---- page Logs: live output of a job's workers, filtered by node and text
+
+
+MOST_SHOWN = 400
+_MOST_CHARACTERS = 200
+
+
+class LogsPage(JobBased):
+    template = "logs.html"
+    active = "logs"
+
+    def __init__(self, site: Site, session: Session, job_id: str, node: str, having: str) -> None:
+        """Make the page. `having`: text that a shown line contains, ignoring case."""
+        super().__init__(site, session, job_id)
+        self.title = f"Logs of {job_id}"
+        self.node = node[:_MOST_CHARACTERS]
+        self.having = having[:_MOST_CHARACTERS]
+        self.key = (type(self).__name__, self.role, job_id, self.node, self.having)
+
+    @property
+    def logs(self) -> LogFeed:
+        """Feed of the job's output. Raises Problem."""
+        try:
+            return self.site.hub.logs(self.status())
+        except TooMany as error:
+            raise Problem(503, str(error), "Too many pages") from error
+
+    @property
+    def nodes(self) -> list[str]:
+        """Nodes with a log line here, and the chosen one."""
+        found = {line.node for line in self.logs.lines()} | ({self.node} - {""})
+        return sorted(found)
+
+    def touch(self) -> None:
+        self.site.hub.cluster.touch()
+        _ = self.logs
+
+    def version(self) -> Hashable:
+        return self.site.hub.cluster.trouble, self.logs.version, self.logs.following.trouble
+
+    def is_ready(self) -> bool:
+        return self.logs.version > 0 or self.logs.is_complete
+
+    def parts(self) -> Sequence[Part]:
+        lines = [line for line in self.logs.lines() if self._is_wanted(line)][-MOST_SHOWN:]
+        return [
+            self.site.templates.rows(
+                "lines",
+                "parts/lines.html",
+                "parts/line.html",
+                {f"line-{line.number}": line for line in lines},
+                some=bool(lines),
+                trouble=self.logs.following.trouble,
+            )
+        ]
+
+    def _is_wanted(self, line: Line) -> bool:
+        if self.node and line.node != self.node:
+            return False
+        return self.having.lower() in line.text.lower()

@@ -1,1 +1,0 @@
-"""Pages, each of which lists its current parts."""

@@ -1,1 +1,0 @@
-"""Access to the dashboard: names, sizes and time of requests, tokens, sessions."""
