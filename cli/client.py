@@ -14,11 +14,10 @@ from typing import Any
 import grpc
 from google.protobuf.message import Message
 
-from oobleck.cli import options
 from oobleck.core.codec import decode
 from oobleck.core.finding import Finding
 from oobleck.host.address import split_address
-from oobleck.host.command import CommandFailed
+from oobleck.host.command import DENIED, NO_SUCH_THING, UNREACHABLE, USAGE, CommandFailed
 from oobleck.host.ipc.endpoint import Endpoint, choose_endpoint
 from oobleck.planner.report.planning import Planning
 from oobleck.proto import control_pb2 as pb
@@ -90,7 +89,7 @@ class Unreachable(CommandFailed):
         super().__init__(
             f"cannot reach a master at {address} ({reason}); start one with "
             "'oobleck local --nodes 4', or name it with --master or OOBLECK_MASTER",
-            options.UNREACHABLE,
+            UNREACHABLE,
         )
 
 
@@ -378,7 +377,7 @@ class MasterClient:
                 cause = details.rpartition(": ")[2].rstrip("]") or "unavailable"
                 foreign = _FOREIGN.search(details)
                 if not self._secured and _speaks_tls(self.address):
-                    return CommandFailed(_WANTS_CREDENTIALS.format(self.address), options.DENIED)
+                    return CommandFailed(_WANTS_CREDENTIALS.format(self.address), DENIED)
                 if self._secured and _NOT_CONNECTED in whole and "Socket closed" in details:
                     cause = _UNWELCOME
                 elif "CERTIFICATE_VERIFY_FAILED" in details:
@@ -388,15 +387,15 @@ class MasterClient:
             case grpc.StatusCode.DEADLINE_EXCEEDED:
                 return Unreachable(self._at, f"{_NO_MASTER} within {DEADLINE_S:.0f} s")
             case grpc.StatusCode.UNIMPLEMENTED if self._is_master():
-                return CommandFailed(_EARLIER.format(self.address), options.USAGE)
+                return CommandFailed(_EARLIER.format(self.address), USAGE)
             case grpc.StatusCode.UNIMPLEMENTED:
                 return Unreachable(self._at, _NO_MASTER)
             case grpc.StatusCode.NOT_FOUND:
-                return CommandFailed(details, options.NO_SUCH_THING)
+                return CommandFailed(details, NO_SUCH_THING)
             case grpc.StatusCode.PERMISSION_DENIED | grpc.StatusCode.UNAUTHENTICATED:
-                return CommandFailed(f"denied: {details}", options.DENIED)
+                return CommandFailed(f"denied: {details}", DENIED)
             case grpc.StatusCode.INVALID_ARGUMENT | grpc.StatusCode.FAILED_PRECONDITION:
-                return CommandFailed(details, options.USAGE)
+                return CommandFailed(details, USAGE)
             case grpc.StatusCode.ALREADY_EXISTS:
                 return NothingToRenew(details)
             case grpc.StatusCode.RESOURCE_EXHAUSTED:

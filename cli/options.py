@@ -1,4 +1,4 @@
-"""Options, arguments and exit codes that commands share, and completion by shells.
+"""Options and arguments that commands share, and completion by shells.
 
 Names of jobs and nodes come from the master named earlier on the command line. If it does not
 answer within a second, there are none. Must import nothing heavy.
@@ -22,12 +22,6 @@ if TYPE_CHECKING:
 
 
 DEFAULT_MASTER = "127.0.0.1:4600"
-
-FAILED = 1
-USAGE = 2
-NO_SUCH_THING = 3
-UNREACHABLE = 4
-DENIED = 5
 
 _CREDENTIALS = "oobleck.credentials"
 _INSECURE = "oobleck.insecure"

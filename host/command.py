@@ -13,7 +13,13 @@ import click
 
 from oobleck.host.display import one_line
 
-#: Exit code where standard output cannot be written; the requested action may be done.
+#: Exit codes of `oobleck`; 1 and 2 are those of the daemons too.
+FAILED = 1
+USAGE = 2
+NO_SUCH_THING = 3
+UNREACHABLE = 4
+DENIED = 5
+#: Standard output cannot be written; the requested action may be done.
 NO_OUTPUT = 6
 
 

@@ -26,7 +26,7 @@ from oobleck.cli.client import MasterClient
 from oobleck.cli.options import job_argument
 from oobleck.cli.output import text
 from oobleck.cli.ssh.hosts import Access, Host, login_options, read_hosts
-from oobleck.host.command import CommandFailed
+from oobleck.host.command import NO_SUCH_THING, USAGE, CommandFailed
 from oobleck.host.ipc.endpoint import Endpoint
 from oobleck.proto import control_pb2 as pb
 
@@ -145,10 +145,10 @@ def of_hosts(
     found = [node for node in live if node.node in hosts]
     if named and len(found) < len(live):
         missing = ", ".join(node.node for node in live if node.node not in hosts)
-        raise CommandFailed(f"--nodes: {missing}: no line of the file of --ssh", options.USAGE)
+        raise CommandFailed(f"--nodes: {missing}: no line of the file of --ssh", USAGE)
     if not found:
         text = "--ssh: no line of the file is of a live node; name= gives a line the node's name"
-        raise CommandFailed(text, options.NO_SUCH_THING)
+        raise CommandFailed(text, NO_SUCH_THING)
     return found
 
 
@@ -187,12 +187,12 @@ def chosen(known: Sequence[pb.NodeInfo], names: str | None) -> list[pb.NodeInfo]
     live = {node.node: node for node in known if node.state == "live"}
     if names is None:
         if not live:
-            raise CommandFailed("no node is live", options.NO_SUCH_THING)
+            raise CommandFailed("no node is live", NO_SUCH_THING)
         return [live[name] for name in sorted(live)]
     wanted = sorted({name.strip() for name in names.split(",")})
     if missing := [name for name in wanted if name not in live]:
         raise CommandFailed(
             f"--nodes: {', '.join(missing)} not live; live are {', '.join(sorted(live)) or 'none'}",
-            options.NO_SUCH_THING,
+            NO_SUCH_THING,
         )
     return [live[name] for name in wanted]

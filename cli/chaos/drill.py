@@ -14,13 +14,12 @@ from itertools import pairwise
 
 import click
 
-from oobleck.cli import options
 from oobleck.cli.chaos.striker import Striker
 from oobleck.cli.client import MasterClient, Unreachable
 from oobleck.cli.output import text
 from oobleck.cli.output.text import seconds
 from oobleck.core.units import count
-from oobleck.host.command import CommandFailed
+from oobleck.host.command import FAILED, CommandFailed
 from oobleck.host.display import inline
 from oobleck.proto import control_pb2 as pb
 
@@ -205,7 +204,7 @@ class Drill:
             self._striker.undo()
             self._summarise()
         failed = self._status is not None and self._status.state in ("failed", "cancelled")
-        return 0 if recovered and not failed else options.FAILED
+        return 0 if recovered and not failed else FAILED
 
     # ---- watching
 

@@ -15,11 +15,10 @@ from typing import Any
 
 import psutil
 
-from oobleck.cli import options
 from oobleck.cli.chaos import injector
 from oobleck.cli.jobs.checks import is_here
 from oobleck.cli.ssh.hosts import Access, Host, HostFailed
-from oobleck.host.command import CommandFailed
+from oobleck.host.command import USAGE, CommandFailed
 from oobleck.proto import control_pb2 as pb
 
 
@@ -146,7 +145,7 @@ def check_here(nodes: Sequence[pb.NodeInfo]) -> None:
             f"{names}: not on this machine ({hosts}), and a drill strikes only processes that it "
             "finds here; run it there, name the nodes of this machine with --nodes, or their hosts "
             "with --ssh HOSTS.txt",
-            options.USAGE,
+            USAGE,
         )
 
 
@@ -156,7 +155,7 @@ def check_master_here(kind: str, address: str) -> None:
         raise CommandFailed(
             f"--kinds {kind}: the master at {address} is no process of this machine, or another "
             "user's; run the drill on its machine as its user, or leave the kind out",
-            options.USAGE,
+            USAGE,
         )
 
 
@@ -207,7 +206,7 @@ class HostStriker(Striker):
             return await asyncio.gather(*map(look, nodes))
 
         if problems := [found for found in asyncio.run(all_of_them()) if found]:
-            raise CommandFailed("; ".join(problems), options.USAGE)
+            raise CommandFailed("; ".join(problems), USAGE)
 
     def _place(self, node: str) -> str:
         return f" on {self._hosts[node]}"

@@ -12,8 +12,7 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from oobleck.cli.options import FAILED, USAGE
-from oobleck.host.command import CommandFailed
+from oobleck.host.command import FAILED, USAGE, CommandFailed
 from oobleck.host.security import issue as signing
 from oobleck.host.security import pki
 from oobleck.host.security.credentials import (

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, BinaryIO
 import click
 import msgspec
 
-from oobleck.cli.options import FAILED, USAGE, master_option
+from oobleck.cli.options import master_option
 from oobleck.core.codec import decode, encode
-from oobleck.host.command import CommandFailed
+from oobleck.host.command import FAILED, USAGE, CommandFailed
 from oobleck.host.ipc import own_master
 from oobleck.host.ipc.endpoint import Endpoint
 from oobleck.host.security.credentials import AUTHORITY_KEY, write_private

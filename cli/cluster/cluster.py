@@ -19,9 +19,8 @@ from pathlib import Path
 
 import click
 
-from oobleck.cli.options import FAILED, USAGE
 from oobleck.host.address import leaves_host
-from oobleck.host.command import CommandFailed
+from oobleck.host.command import FAILED, USAGE, CommandFailed
 from oobleck.host.display import printable
 from oobleck.host.ipc.endpoint import Endpoint, choose_endpoint
 from oobleck.host.security.credentials import OPERATOR, make_private

@@ -16,9 +16,9 @@ import click
 import msgspec
 
 from oobleck.cli import options
-from oobleck.cli.options import FAILED, node_names
+from oobleck.cli.options import node_names
 from oobleck.core.finding import Finding
-from oobleck.host.command import CommandFailed
+from oobleck.host.command import FAILED, UNREACHABLE, CommandFailed
 from oobleck.host.device import find_gpus, worker_environment
 from oobleck.host.display import inline
 from oobleck.host.doctor import gpus as host_gpus
@@ -124,7 +124,7 @@ def doctor(
     try:
         return show(of_cluster(endpoint, question), form)
     except CommandFailed as failed:
-        if master is not None or nodes or pairs or failed.exit_code != options.UNREACHABLE:
+        if master is not None or nodes or pairs or failed.exit_code != UNREACHABLE:
             raise
     click.echo(f"no master at {endpoint}: checking only this host", err=True)
     return show(of_host(question), form)

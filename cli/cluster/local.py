@@ -12,10 +12,10 @@ from types import FrameType
 import click
 
 from oobleck.cli.cluster.cluster import Cluster
-from oobleck.cli.options import DEFAULT_MASTER, USAGE
+from oobleck.cli.options import DEFAULT_MASTER
 from oobleck.core.units import enough_bytes, format_bytes
 from oobleck.host.address import split_address
-from oobleck.host.command import CommandFailed
+from oobleck.host.command import USAGE, CommandFailed
 from oobleck.host.detection import MODES, Mode
 from oobleck.host.ipc.endpoint import check_insecure
 from oobleck.host.security.credentials import make_private

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from oobleck.cli.options import FAILED, NO_SUCH_THING, USAGE, Seconds, master_option, node_argument
-from oobleck.host.command import CommandFailed
+from oobleck.cli.options import Seconds, master_option, node_argument
+from oobleck.host.command import FAILED, NO_SUCH_THING, USAGE, CommandFailed
 from oobleck.host.display import inline
 from oobleck.host.ipc.endpoint import Endpoint
 

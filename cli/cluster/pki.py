@@ -7,18 +7,9 @@ from typing import TYPE_CHECKING, cast
 
 import click
 
-from oobleck.cli.options import (
-    FAILED,
-    MASTERS,
-    NO_SUCH_THING,
-    USAGE,
-    F,
-    form_options,
-    master_option,
-    time_option,
-)
+from oobleck.cli.options import MASTERS, F, form_options, master_option, time_option
 from oobleck.core.ids import check_name
-from oobleck.host.command import CommandFailed
+from oobleck.host.command import FAILED, NO_SUCH_THING, USAGE, CommandFailed
 from oobleck.host.display import inline
 from oobleck.host.ipc.endpoint import Endpoint, endpoint_at
 from oobleck.host.security.credentials import (

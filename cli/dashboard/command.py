@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from oobleck.cli import options
-from oobleck.host.command import CommandFailed
+from oobleck.host.command import USAGE, CommandFailed
 from oobleck.host.ipc.endpoint import Endpoint
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def serve(
         import uvicorn  # noqa: F401
     except ImportError as error:
         told = f"{error.name} is missing; run: pip install '.[dashboard]'"
-        raise CommandFailed(told, options.USAGE) from error
+        raise CommandFailed(told, USAGE) from error
     tls = _tls(listen, certificate, key_file, plain=plain_http)
     from oobleck.cli.client import MasterClient
     from oobleck.cli.dashboard.app import run
@@ -122,7 +122,7 @@ def serve(
         key = read_key(folder)
         listening = bind("--listen", listen)
     except ValueError as error:
-        raise CommandFailed(str(error), options.USAGE) from error
+        raise CommandFailed(str(error), USAGE) from error
     endpoint_now = options.endpoint_again(ctx, master)
 
     def connect() -> MasterClient:
@@ -160,7 +160,7 @@ def token(role: "Role", ttl_s: float, folder: Path | None) -> None:
     try:
         key = read_key(folder or default_folder())
     except ValueError as error:
-        raise CommandFailed(str(error), options.USAGE) from error
+        raise CommandFailed(str(error), USAGE) from error
     click.echo(make(key, role, time.time() + ttl_s))
 
 
@@ -171,20 +171,20 @@ def _tls(
     from oobleck.host.address import is_loopback, split_address
 
     if (certificate is None) != (key_file is None):
-        raise CommandFailed("--certificate and --key: give both, or neither", options.USAGE)
+        raise CommandFailed("--certificate and --key: give both, or neither", USAGE)
     if certificate is not None and key_file is not None:
         _check_pair(certificate, key_file)
         return certificate, key_file
     try:
         host, _ = split_address(listen)
     except ValueError as error:
-        raise CommandFailed(f"--listen: {error}", options.USAGE) from error
+        raise CommandFailed(f"--listen: {error}", USAGE) from error
     if not plain and not is_loopback(host):
         told = (
             f"--listen {listen}: without TLS, anybody on the network could read tokens and pages; "
             "give --certificate and --key, or --plain-http behind a proxy that has them"
         )
-        raise CommandFailed(told, options.USAGE)
+        raise CommandFailed(told, USAGE)
     return None
 
 

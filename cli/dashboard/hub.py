@@ -12,11 +12,10 @@ from typing import TypeVar
 
 from starlette.requests import Request
 
-from oobleck.cli import options
 from oobleck.cli.client import MasterClient
 from oobleck.cli.output.text import ENDED
 from oobleck.cli.view.feeds import ClusterFeed, Connect, JobFeed, LogFeed, Snapshot
-from oobleck.host.command import CommandFailed
+from oobleck.host.command import DENIED, NO_SUCH_THING, UNREACHABLE, USAGE, CommandFailed
 from oobleck.proto import control_pb2 as pb
 
 
@@ -133,10 +132,10 @@ T = TypeVar("T")
 
 #: HTTP status by the command line's exit code.
 _STATUS = {
-    options.USAGE: 409,
-    options.NO_SUCH_THING: 404,
-    options.UNREACHABLE: 503,
-    options.DENIED: 403,
+    USAGE: 409,
+    NO_SUCH_THING: 404,
+    UNREACHABLE: 503,
+    DENIED: 403,
 }
 #: Interval of checks that the browser is still connected.
 _LOOK_S = 1.0

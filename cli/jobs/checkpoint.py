@@ -12,17 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from oobleck.cli.options import (
-    FAILED,
-    NO_SUCH_THING,
-    USAGE,
-    form_options,
-    job_argument,
-    json_option,
-    master_option,
-)
+from oobleck.cli.options import form_options, job_argument, json_option, master_option
 from oobleck.core.redact import HIDDEN
-from oobleck.host.command import CommandFailed, nearest, no_command
+from oobleck.host.command import FAILED, NO_SUCH_THING, USAGE, CommandFailed, nearest, no_command
 from oobleck.host.display import inline
 from oobleck.host.ipc.endpoint import Endpoint
 

@@ -6,10 +6,9 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from oobleck.cli import options
 from oobleck.cli.jobs.own_code import Problem
 from oobleck.host.address import own_hostname
-from oobleck.host.command import CommandFailed
+from oobleck.host.command import USAGE, CommandFailed
 
 if TYPE_CHECKING:
     from oobleck.core.job.spec import DataSpec, JobSpec
@@ -57,14 +56,14 @@ def check_checkpoints(job: "JobSpec") -> None:
     try:
         listing = list_checkpoints(open_folder(spec.path))
     except ValueError as error:
-        raise CommandFailed(f"checkpoint.path: {error}", options.USAGE) from error
+        raise CommandFailed(f"checkpoint.path: {error}", USAGE) from error
     except OSError as error:
         text = f"checkpoint.path: cannot read {spec.path}: {error.strerror or error}"
-        raise CommandFailed(text, options.USAGE) from error
+        raise CommandFailed(text, USAGE) from error
     newest = next(((found.name, found.manifest) for found in listing.checkpoints), None)
     damaged = tuple(listing.damaged.values())
     if refusal := why_not_begin(job, spec, newest, damaged=damaged, data=None):
-        raise CommandFailed(refusal, options.USAGE)
+        raise CommandFailed(refusal, USAGE)
 
 
 def check_inputs(job: "JobSpec") -> list[Problem]:
@@ -92,13 +91,13 @@ def _check(key: str, data: "DataSpec", job: "JobSpec") -> list[Problem]:
             doubt = look_through(data.tokens, data.dtype, model.tokens)
         tokens = _count_tokens(data, _data_files(data, key), model.tokens)
     except DataError as error:
-        raise CommandFailed(f"{key}: {error}", options.USAGE) from error
+        raise CommandFailed(f"{key}: {error}", USAGE) from error
     needed = model.row_tokens + 1
     if tokens is not None and tokens < needed:
         raise CommandFailed(
             f"{key}: {data.tokens or ', '.join(data.text)} holds {tokens} tokens, too few "
             f"for one row of {needed}; give more text or lower model.sequence_length",
-            options.USAGE,
+            USAGE,
         )
     return [Problem(where=key, sentence=doubt, warning=True)] if doubt else []
 
@@ -112,7 +111,7 @@ def check_weights(job: "JobSpec") -> None:
     try:
         open_weights(job.model.initial)
     except WeightsError as error:
-        raise CommandFailed(f"model.weights: {error}", options.USAGE) from error
+        raise CommandFailed(f"model.weights: {error}", USAGE) from error
 
 
 def _count_tokens(data: "DataSpec", files: set[str], vocabulary: int) -> int | None:
@@ -168,7 +167,7 @@ def _data_files(data: "DataSpec", key: str) -> set[str]:
             raise CommandFailed(
                 f"{key}.text: no file matches {pattern}; give paths or globs of existing text "
                 "files (relative ones are relative to the job file)",
-                options.USAGE,
+                USAGE,
             )
         files = {path for path in matches if os.path.isfile(path)}
         if not files:
@@ -179,9 +178,9 @@ def _data_files(data: "DataSpec", key: str) -> set[str]:
 
 def _check_is_file(key: str, path: str) -> None:
     if not os.path.exists(path):
-        raise CommandFailed(f"{key}: {path} does not exist", options.USAGE)
+        raise CommandFailed(f"{key}: {path} does not exist", USAGE)
     if not os.path.isfile(path):
         raise CommandFailed(
             f"{key}: {path} is not a regular file; give files of training data",
-            options.USAGE,
+            USAGE,
         )

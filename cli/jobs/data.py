@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NoReturn
 import click
 
 from oobleck.cli import options
-from oobleck.host.command import CommandFailed
+from oobleck.host.command import FAILED, NO_SUCH_THING, USAGE, CommandFailed
 from oobleck.host.display import inline
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def prepare(
     if output.exists() and not force:
         raise CommandFailed(
             f"{output} exists already; use --force to replace it, or name another FILE",
-            options.USAGE,
+            USAGE,
         )
     files = _expand(inputs, output)
     sweep(output)
@@ -93,9 +93,9 @@ def prepare(
             with _bar(total) as report, TokenWriter(output, kind) as writer:
                 info = tokenise(files, reader, writer, field=field, separator=behind, report=report)
     except CannotWrite as error:
-        raise CommandFailed(str(error), options.FAILED) from error
+        raise CommandFailed(str(error), FAILED) from error
     except DataError as error:
-        raise CommandFailed(str(error), options.USAGE) from error
+        raise CommandFailed(str(error), USAGE) from error
     click.echo(_summary(output, info))
 
 
@@ -122,7 +122,7 @@ def inspect(file: Path, dtype: "Dtype | None", as_json: bool) -> None:
     )
 
     if not file.is_file():
-        raise CommandFailed(f"{file} does not exist; give a token file", options.NO_SUCH_THING)
+        raise CommandFailed(f"{file} does not exist; give a token file", NO_SUCH_THING)
     try:
         info = read_info(file)
         if info is None and dtype is None:
@@ -136,7 +136,7 @@ def inspect(file: Path, dtype: "Dtype | None", as_json: bool) -> None:
         if doubt := look_through(file, kind):
             tell(f"warning: {doubt}")
     except DataError as error:
-        raise CommandFailed(str(error), options.USAGE) from error
+        raise CommandFailed(str(error), USAGE) from error
     begins = f"begins      {' '.join(map(str, first))}"
     if info is None:
         _show_alone(file, kind, first, begins, as_json=as_json)
@@ -197,14 +197,12 @@ def _expand(inputs: Sequence[str], output: Path) -> list[str]:
         if not files:
             what = f"{matches[0]} is not a regular file" if matches else f"no file matches {given}"
             raise CommandFailed(
-                f"{what}; give text files, or patterns in quotes that match some", options.USAGE
+                f"{what}; give text files, or patterns in quotes that match some", USAGE
             )
         found.update(dict.fromkeys(files))
     for path in found:
         if output.exists() and os.path.samefile(path, output):
-            raise CommandFailed(
-                f"{path} is both input and output; name another FILE", options.USAGE
-            )
+            raise CommandFailed(f"{path} is both input and output; name another FILE", USAGE)
     return list(found)
 
 

@@ -14,7 +14,7 @@ from oobleck.cli import options
 from oobleck.cli.jobs.checks import check_checkpoints, check_inputs
 from oobleck.cli.jobs.job_file import read_form, read_only, read_profile
 from oobleck.cli.jobs.own_code import Found, look_at, refuse, tell
-from oobleck.host.command import CommandFailed
+from oobleck.host.command import USAGE, CommandFailed
 from oobleck.host.display import one_line
 
 if TYPE_CHECKING:
@@ -67,9 +67,7 @@ def init(template: str, folder: Path) -> None:
     texts = {folder / name: (sources / file).read_text() for name, file in chosen.files.items()}
     for path in texts:
         if path.exists() or path.is_symlink():
-            raise CommandFailed(
-                f"{path} exists already; move it, or name another DIR", options.USAGE
-            )
+            raise CommandFailed(f"{path} exists already; move it, or name another DIR", USAGE)
     path = folder
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -78,9 +76,7 @@ def init(template: str, folder: Path) -> None:
                 file.write(text)
     except OSError as error:
         why = error.strerror or str(error)
-        raise CommandFailed(
-            f"cannot write {path}: {why}; name another DIR", options.USAGE
-        ) from error
+        raise CommandFailed(f"cannot write {path}: {why}; name another DIR", USAGE) from error
     for path in texts:
         click.echo(f"wrote {path}")
     click.echo("\nNext:")
@@ -124,7 +120,7 @@ def check(job_file: Path, overrides: tuple[str, ...], form: "Form") -> int:
         ]
         answer = {"ok": not found.refusals, "layers": layers, "problems": problems}
         click.echo(document(answer, form))
-        return options.USAGE if found.refusals else 0
+        return USAGE if found.refusals else 0
     _show(found, layers, wide=form == "wide")
     return 0
 
@@ -250,7 +246,7 @@ def validate(job_files: tuple[Path, ...], overrides: tuple[str, ...]) -> int:
             read_form(path, overrides)
         except CommandFailed as error:
             click.echo(f"oobleck: {one_line(error.format_message())}", err=True)
-            code = options.USAGE
+            code = USAGE
         else:
             click.echo(f"{path}: ok" if str(path) != "-" else "ok")
     return code

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from oobleck.cli import options
 from oobleck.cli.jobs.own_code import code_folder, read_wheel, with_description
-from oobleck.host.command import CommandFailed
+from oobleck.host.command import USAGE, CommandFailed
 from oobleck.host.system.files import open_at_once
 
 if TYPE_CHECKING:
@@ -77,7 +76,7 @@ def read_text(path: Path, wanted: TextFile) -> str:
 
 def _refused(path: Path, wanted: TextFile, problem: str) -> CommandFailed:
     text = f"{wanted.field}{path}: {problem}; give {wanted.what}"
-    return CommandFailed(text, options.USAGE)
+    return CommandFailed(text, USAGE)
 
 
 def _read_file(path: Path, wanted: TextFile, most: int) -> bytes:
@@ -175,7 +174,7 @@ def _formed(
                 parse_job(text, source=source, read=read)
                 what = message.removeprefix(source).partition(": ")[2]
                 message = f"{', '.join(shown.values())}: {what}"
-        raise CommandFailed(message, options.USAGE) from error
+        raise CommandFailed(message, USAGE) from error
     return job
 
 
@@ -230,7 +229,7 @@ def with_absolute_paths(job: "JobSpec", base: Path) -> "JobSpec":
         )
     except ValueError as error:  # only the folder was not checked yet
         text = f"{error} (its folder is {str(base)!a}: move the job file and what it names)"
-        raise CommandFailed(text, options.USAGE) from error
+        raise CommandFailed(text, USAGE) from error
 
 
 def read_profile(job: "JobSpec") -> str:
@@ -244,5 +243,5 @@ def read_profile(job: "JobSpec") -> str:
     try:
         check_fits(parse_profile(text), job)
     except ValueError as error:
-        raise CommandFailed(f"profile: {job.profile_path}: {error}", options.USAGE) from error
+        raise CommandFailed(f"profile: {job.profile_path}: {error}", USAGE) from error
     return text

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from oobleck.cli import options
-from oobleck.host.command import CommandFailed
+from oobleck.host.command import FAILED, USAGE, CommandFailed
 from oobleck.host.display import inline
 from oobleck.host.ipc.marker import Marker, with_last_line
 from oobleck.host.system.process import with_parent
@@ -41,9 +40,9 @@ def read_wheel(path: str) -> "Wheel":
         return Wheel(read_regular(path, MOST_WHEEL_BYTES))
     except OSError as error:
         text = f"code: {path}: {error.strerror}; name a wheel of pure Python (dist/NAME.whl)"
-        raise CommandFailed(text, options.USAGE) from error
+        raise CommandFailed(text, USAGE) from error
     except ValueError as error:
-        raise CommandFailed(f"code: {path}: {error}", options.USAGE) from error
+        raise CommandFailed(f"code: {path}: {error}", USAGE) from error
 
 
 @contextmanager
@@ -61,9 +60,9 @@ def unpacked(job: "JobSpec") -> Iterator["JobSpec"]:
             wheel.unpack(place)
         except OSError as error:
             text = f"code: {place}: {error.strerror}; make room, or set TMPDIR to another place"
-            raise CommandFailed(text, options.FAILED) from error
+            raise CommandFailed(text, FAILED) from error
         except ValueError as error:
-            raise CommandFailed(f"code: {job.code}: {error}", options.USAGE) from error
+            raise CommandFailed(f"code: {job.code}: {error}", USAGE) from error
         yield unpacked_in(job, str(place), wheel.modules)
 
 
@@ -149,7 +148,7 @@ def look_at(job: "JobSpec", *, always: bool = False) -> Found:
             "the module that the job names submits a job when it is imported, and every worker "
             'imports it; move the call that submits below if __name__ == "__main__"'
         )
-        raise CommandFailed(text, options.USAGE)
+        raise CommandFailed(text, USAGE)
     evaluation = job.evaluation
     looked_at = evaluation if evaluation and evaluation.data and evaluation.data.code else None
     unknown = dataclasses.replace(_given(job, dict.fromkeys(_OWN, "")), evaluation=looked_at)
@@ -165,18 +164,18 @@ def look_at(job: "JobSpec", *, always: bool = False) -> Found:
         verdict = marker.verdict(ended.returncode)
     lines = ended.stderr.strip().splitlines()
     if verdict:
-        raise CommandFailed(with_last_line(verdict, lines[-1] if lines else ""), options.USAGE)
+        raise CommandFailed(with_last_line(verdict, lines[-1] if lines else ""), USAGE)
     if ended.returncode or not ended.stdout:
         # The cause is unknown; the last line of stderr usually names it.
         last = lines[-1] if lines else "it printed nothing"
         text = f"model: its code ended the process that checked it ({last})"
-        raise CommandFailed(text, options.USAGE)
+        raise CommandFailed(text, USAGE)
     found = json.loads(ended.stdout)
     problems = [Problem(**fields) for fields in found["problems"]]
     try:
         job = _given(job, found["descriptions"])
     except ValueError as error:
-        raise CommandFailed(str(error), options.USAGE) from error
+        raise CommandFailed(str(error), USAGE) from error
     return Found(job=job, problems=problems, run=found["run"])
 
 
@@ -207,7 +206,7 @@ def refuse(problems: Sequence[Problem]) -> None:
         *others, last = problems
         for problem in others:
             tell(str(problem))
-        raise CommandFailed(str(last), options.USAGE)
+        raise CommandFailed(str(last), USAGE)
 
 
 def _given(job: "JobSpec", descriptions: Mapping[str, str]) -> "JobSpec":

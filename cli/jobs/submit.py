@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING
 
 import click
 
-from oobleck.cli import options
 from oobleck.cli.jobs.checks import all_here, check_checkpoints, check_inputs
 from oobleck.cli.jobs.job_file import read_job, read_profile
 from oobleck.cli.jobs.own_code import sent_text, tell
 from oobleck.cli.options import job_argument, master_option, set_option
-from oobleck.host.command import NO_OUTPUT, CommandFailed, OutputFailed
+from oobleck.host.command import FAILED, NO_OUTPUT, CommandFailed, OutputFailed
 from oobleck.host.display import inline
 from oobleck.host.ipc.endpoint import Endpoint
 
@@ -82,7 +81,7 @@ def _follow(connection: object, job_id: str) -> int:
     if last.state == "succeeded":
         return 0
     raise CommandFailed(
-        f"{job_id} {last.state}" + (f": {last.reason}" if last.reason else ""), options.FAILED
+        f"{job_id} {last.state}" + (f": {last.reason}" if last.reason else ""), FAILED
     )
 
 
@@ -146,7 +145,7 @@ def _save(connection: "MasterClient", job_id: str) -> None:
     state = connection.job(job_id).state
     try:
         if state not in _TRAINS:
-            raise CommandFailed(f"{job_id} is {state} and cannot take one", options.FAILED)
+            raise CommandFailed(f"{job_id} is {state} and cannot take one", FAILED)
         take(connection, job_id)
     except CommandFailed as error:
         text = f"no checkpoint: {error.format_message()}; {job_id} is not cancelled; leave"

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 import click
 
-from oobleck.cli.options import USAGE, form_options, set_option
+from oobleck.cli.options import form_options, set_option
 from oobleck.cli.planning.question import Flags, Question, from_job, from_profile
 from oobleck.core.schedules import SCHEDULES, Schedule
 from oobleck.core.units import count, format_bytes
-from oobleck.host.command import CommandFailed
+from oobleck.host.command import USAGE, CommandFailed
 from oobleck.host.display import printable
 from oobleck.planner.profile.machine import GPUS
 

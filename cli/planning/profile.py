@@ -24,8 +24,6 @@ from oobleck.cli.jobs.job_file import read_job
 from oobleck.cli.jobs.own_code import sent_text
 from oobleck.cli.options import (
     DEFAULT_MASTER,
-    FAILED,
-    USAGE,
     credential_options,
     endpoint,
     json_option,
@@ -33,7 +31,7 @@ from oobleck.cli.options import (
 )
 from oobleck.cli.reading.timeline import record, summary, write
 from oobleck.core.units import count, format_bytes
-from oobleck.host.command import CommandFailed
+from oobleck.host.command import FAILED, USAGE, CommandFailed
 from oobleck.host.display import inline, printable
 from oobleck.host.ipc.endpoint import Endpoint
 

@@ -14,7 +14,7 @@ import click
 from oobleck.cli import options
 from oobleck.cli.options import job_argument, node_names
 from oobleck.core.units import parse_seconds
-from oobleck.host.command import CommandFailed
+from oobleck.host.command import NO_SUCH_THING, CommandFailed
 from oobleck.host.display import inline
 from oobleck.host.ipc.endpoint import Endpoint
 
@@ -289,7 +289,7 @@ def logs(
         if node is not None and node not in (known := _nodes_of(connection, job_id)):
             names = ", ".join(known) or "none yet"
             problem = f"no such node in this job: {node}; it has {names}"
-            raise CommandFailed(problem, options.NO_SUCH_THING)
+            raise CommandFailed(problem, NO_SUCH_THING)
         since = since or ""
         told = LogPosition(time=since)
         if tail is not None or not follow:

@@ -9,10 +9,10 @@ from typing import Any
 import click
 
 from oobleck.cli import options
-from oobleck.cli.options import FAILED, USAGE, job_argument
+from oobleck.cli.options import job_argument
 from oobleck.cli.output.table import table
 from oobleck.core.units import count
-from oobleck.host.command import CommandFailed
+from oobleck.host.command import FAILED, USAGE, CommandFailed
 from oobleck.host.ipc.endpoint import Endpoint
 from oobleck.host.timeline import DEVICE_THREADS
 

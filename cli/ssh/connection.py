@@ -20,9 +20,9 @@ from typing import Any
 import asyncssh
 import click
 
-from oobleck.cli.options import FAILED
 from oobleck.cli.ssh.hosts import KNOWN_HOSTS, Access, Host, HostFailed
 from oobleck.core.units import count
+from oobleck.host.command import FAILED
 from oobleck.host.display import inline, one_line
 
 CONNECT_S = 10.0

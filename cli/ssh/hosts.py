@@ -13,9 +13,9 @@ from typing import Any
 
 import click
 
-from oobleck.cli.options import USAGE, F, json_option
+from oobleck.cli.options import F, json_option
 from oobleck.core.ids import check_name, nearest_name
-from oobleck.host.command import CommandFailed, nearest
+from oobleck.host.command import USAGE, CommandFailed, nearest
 from oobleck.host.system.files import read_regular
 
 _MOST_BYTES = 1 << 20

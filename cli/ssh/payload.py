@@ -12,8 +12,7 @@ from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from importlib.resources import files
 from pathlib import Path
 
-from oobleck.cli.options import USAGE
-from oobleck.host.command import CommandFailed
+from oobleck.host.command import USAGE, CommandFailed
 
 _NAME = "oobleck-cluster"
 _PREFIX = "oobleck_cluster-"

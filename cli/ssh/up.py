@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from oobleck.cli.options import USAGE, master_option
+from oobleck.cli.options import master_option
 from oobleck.cli.ssh.hosts import Access, Host, HostFailed, hosts_argument, read_hosts, ssh_options
 from oobleck.core.units import format_bytes
 from oobleck.host.address import is_loopback, split_address
-from oobleck.host.command import CommandFailed
+from oobleck.host.command import USAGE, CommandFailed
 from oobleck.host.display import inline
 from oobleck.host.ipc.endpoint import Endpoint
 

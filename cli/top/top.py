@@ -8,7 +8,7 @@ import click
 
 from oobleck.cli import options
 from oobleck.cli.options import job_argument
-from oobleck.host.command import CommandFailed
+from oobleck.host.command import FAILED, USAGE, CommandFailed
 from oobleck.host.ipc.endpoint import Endpoint
 
 _EPILOG = """\b
@@ -37,7 +37,7 @@ def top(job_id: str | None, master: Endpoint) -> int:
     if find_spec("textual") is None:
         raise CommandFailed(
             "this page needs the package textual: pip install 'oobleck-cluster[top]'",
-            options.FAILED,
+            FAILED,
         )
     if not os.environ.get("NO_COLOR"):  # an empty one has no effect
         os.environ.pop("NO_COLOR", None)
@@ -52,9 +52,9 @@ def _check_terminal() -> None:
     """Raise CommandFailed unless there is a terminal."""
     instead = "'oobleck status --watch' needs none"
     if os.environ.get("TERM", "dumb") == "dumb":
-        raise CommandFailed(f"this TERM cannot show a page; {instead}", options.USAGE)
+        raise CommandFailed(f"this TERM cannot show a page; {instead}", USAGE)
     # The page is drawn on standard error and reads keys from standard input.
     if not all(stream and stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr)):
         raise CommandFailed(
-            f"standard input, output and error must be a terminal; {instead}", options.USAGE
+            f"standard input, output and error must be a terminal; {instead}", USAGE
         )

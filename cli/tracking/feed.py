@@ -15,9 +15,8 @@ from typing import Any, BinaryIO, Literal
 
 from oobleck.cli.client import MasterClient
 from oobleck.cli.jobs.follow import follow_events, follow_metrics
-from oobleck.cli.options import FAILED
 from oobleck.cli.output.events import sentence
-from oobleck.host.command import CommandFailed
+from oobleck.host.command import FAILED, CommandFailed
 
 # ---- numbers by name, and a line of text
 

@@ -20,7 +20,6 @@ from mlflow import MlflowClient
 from mlflow.entities import Metric
 from mlflow.exceptions import MlflowException
 
-from oobleck.cli.options import FAILED
 from oobleck.cli.tracking.feed import (
     Item,
     Written,
@@ -29,7 +28,7 @@ from oobleck.cli.tracking.feed import (
     open_locked,
     step_numbers,
 )
-from oobleck.host.command import CommandFailed
+from oobleck.host.command import FAILED, CommandFailed
 
 #: Name of the store in the directory that all jobs share.
 STORE = "mlflow"

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import click
 
-from oobleck.cli.options import FAILED, job_argument, master_option
-from oobleck.host.command import CommandFailed
+from oobleck.cli.options import job_argument, master_option
+from oobleck.host.command import FAILED, CommandFailed
 from oobleck.host.ipc.endpoint import Endpoint
 
 if TYPE_CHECKING:

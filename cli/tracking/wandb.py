@@ -9,7 +9,6 @@ from pathlib import Path
 
 import wandb
 
-from oobleck.cli.options import FAILED
 from oobleck.cli.tracking.feed import (
     Item,
     Written,
@@ -18,7 +17,7 @@ from oobleck.cli.tracking.feed import (
     open_locked,
     step_numbers,
 )
-from oobleck.host.command import CommandFailed
+from oobleck.host.command import FAILED, CommandFailed
 
 
 class WandB:

@@ -15,9 +15,8 @@ from typing import Any
 
 from oobleck.cli.client import MasterClient, Unreachable
 from oobleck.cli.jobs.follow import LogPosition
-from oobleck.cli.options import NO_SUCH_THING
 from oobleck.cli.view.series import Point, Series
-from oobleck.host.command import CommandFailed
+from oobleck.host.command import NO_SUCH_THING, CommandFailed
 from oobleck.proto import control_pb2 as pb
 
 #: Connects with the current credentials. Raises CommandFailed or ValueError.
