@@ -7,13 +7,12 @@ import asyncio
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from datetime import UTC, datetime
 from typing import TypeVar
 
 from starlette.requests import Request
 
 from oobleck.cli.client import MasterClient
-from oobleck.cli.output.text import ENDED
+from oobleck.cli.jobs.follow import log_time
 from oobleck.cli.view.feeds import ClusterFeed, Connect, JobFeed, LogFeed, Snapshot
 from oobleck.host.command import DENIED, NO_SUCH_THING, UNREACHABLE, USAGE, CommandFailed
 from oobleck.proto import control_pb2 as pb
@@ -121,8 +120,7 @@ def _let_go(feeds: dict[str, F]) -> None:
 
 def _since(status: pb.JobStatus) -> str:
     """Return the time from which a job's output is read, because it may be long."""
-    alive = status.finished_at if status.state in ENDED and status.finished_at else time.time()
-    return datetime.fromtimestamp(alive - _OUTPUT_S, UTC).isoformat(timespec="microseconds")
+    return log_time((status.finished_at or time.time()) - _OUTPUT_S)
 
 
 # ---- single calls

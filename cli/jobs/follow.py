@@ -10,9 +10,10 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, TextIO
+from datetime import UTC, datetime
+from typing import Any, TextIO, TypeVar
 
 import click
 
@@ -31,8 +32,18 @@ AWAY_S = 60.0
 _AGAIN_S = 0.5
 
 
+#: Most items of streams that are read ahead.
+_AHEAD = 1000
+
+K = TypeVar("K")
+
+
 def warn(line: str) -> None:
     click.echo(f"oobleck: {line}", err=True)
+
+
+def ignore(line: str) -> None:
+    """Print nothing, where another stream of the same master reports its absence."""
 
 
 class Away:
@@ -126,11 +137,29 @@ class LogPosition:
     #: Time of the newest line, and the number of shown lines of that time.
     time: str = ""
     lines: int = 0
+    #: Time from which the lines come now, and how many of that time were shown and come again.
+    _since: str = ""
+    _again: int = 0
 
-    def told(self, line: pb.LogLine) -> None:
+    def again(self) -> str:
+        """Expect the lines from the position's time on once more, and return that time."""
+        self._since, self._again = self.time, self.lines
+        return self.time
+
+    def is_new(self, line: pb.LogLine) -> bool:
+        """Return whether the line was not shown yet; the position is then behind it."""
+        if line.time == self._since and self._again:
+            self._again -= 1
+            return False
         if line.time != self.time:
             self.time, self.lines = line.time, 0
         self.lines += 1
+        return True
+
+
+def log_time(unix: float) -> str:
+    """Format a time as in the master's log lines."""
+    return datetime.fromtimestamp(unix, UTC).isoformat(timespec="microseconds")
 
 
 def follow_logs(
@@ -143,18 +172,64 @@ def follow_logs(
     away = Away()
     away.answered()
     while True:
-        since, known = behind.time, behind.lines
+        since = behind.again()
         try:
             for line in master.logs(job_id, follow=True, node=node, rank=rank, since=since):
                 away.answered()
-                if line.time == since and known:
-                    known -= 1
-                    continue
-                behind.told(line)
-                yield line
+                if behind.is_new(line):
+                    yield line
             return
         except Unreachable as unreachable:
             away.wait(unreachable)
+
+
+def follow_status(
+    master: MasterClient, job_id: str, tell: Callable[[str], None], *, patience_s: float = AWAY_S
+) -> Iterator[pb.JobStatus]:
+    """Yield each status of the job until it has ended. The master has answered before.
+
+    Raise CommandFailed.
+    """
+    away = Away(tell, patience_s=patience_s)
+    away.answered()
+    while True:
+        try:
+            for status in master.watch(job_id):
+                away.answered()
+                yield status
+                if status.state in text.ENDED:
+                    return
+        except Unreachable as unreachable:
+            away.wait(unreachable)
+
+
+def merged(streams: Mapping[K, Iterator[Any]]) -> Iterator[tuple[K, Any] | None]:
+    """Yield the items of all streams as they come, each with its stream's name.
+
+    Threads read the streams. `(NAME, None)`: that stream has ended; None: no item is there now.
+    Raise CommandFailed.
+    """
+    items: queue.Queue[tuple[K, Any]] = queue.Queue(_AHEAD)
+
+    def read(name: K, stream: Iterator[Any]) -> None:
+        try:
+            for item in stream:
+                items.put((name, item))
+            items.put((name, None))
+        except CommandFailed as failed:
+            items.put((name, failed))
+
+    for name, stream in streams.items():
+        threading.Thread(target=read, args=(name, stream), daemon=True).start()
+    going = len(streams)
+    while going:
+        if items.empty():
+            yield None
+        name, item = items.get()
+        if isinstance(item, CommandFailed):
+            raise item
+        going -= item is None
+        yield name, item
 
 
 # ---- a live line of progress, with events above it
@@ -166,21 +241,6 @@ LINE_EVERY_S = 1.0
 _MUST = 0
 
 
-@dataclass(frozen=True, slots=True)
-class _Status:
-    status: pb.JobStatus
-
-
-@dataclass(frozen=True, slots=True)
-class _Event:
-    record: dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class _Closed:
-    error: CommandFailed | None
-
-
 class LiveLine:
     """Writer of progress: one live line on a terminal, else a line per second or change."""
 
@@ -190,6 +250,8 @@ class LiveLine:
         self._drawn = ""
         self._state = ""
         self._printed_at = float("-inf")
+        #: Threads that follow other streams print lines above.
+        self._lock = threading.Lock()
 
     @property
     def width(self) -> int | None:
@@ -202,25 +264,27 @@ class LiveLine:
     def status(self, status: pb.JobStatus, now: float) -> None:
         line = progress_line(status, self.width)
         state = f"{status.state} {status.generation} {status.reason}"
-        if self._live:
-            self._rewrite(line)
-        elif line != self._drawn and (
-            state != self._state or now - self._printed_at >= LINE_EVERY_S
-        ):
-            self._print(line)
-            self._printed_at = now
-            self._drawn = line
-        self._state = state
+        with self._lock:
+            if self._live:
+                self._rewrite(line)
+            elif line != self._drawn and (
+                state != self._state or now - self._printed_at >= LINE_EVERY_S
+            ):
+                self._print(line)
+                self._printed_at = now
+                self._drawn = line
+            self._state = state
 
     def above(self, line: str) -> None:
         """Print a permanent line above the live line."""
-        if not self._live:
+        with self._lock:
+            if not self._live:
+                self._print(line)
+                return
+            drawn = self._drawn
+            self._rewrite("")
             self._print(line)
-            return
-        drawn = self._drawn
-        self._rewrite("")
-        self._print(line)
-        self._rewrite(drawn)
+            self._rewrite(drawn)
 
     def finish(self) -> None:
         if self._live and self._drawn:
@@ -282,63 +346,21 @@ def _line(parts: Iterable[tuple[int, str]]) -> str:
 def follow(master: MasterClient, job_id: str, out: TextIO = sys.stdout) -> pb.JobStatus:
     """Show progress until the job has ended; return its last status."""
     progress = LiveLine(out)
-    away, shown = Away(progress.above), 0
-    away.answered()
-    last: pb.JobStatus | None = None
+    last = pb.JobStatus()
+    statuses = follow_status(master, job_id, progress.above)
+    # The stream of statuses reports an absence of the master.
+    events = follow_events(master, job_id, answered=True, tell=ignore)
     try:
-        while True:
-            events_seen = 0
-            lost: Unreachable | None = None
-            for item in _both_streams(master, job_id):
-                match item:
-                    case _Status(status=last):
-                        away.answered()
-                        if last.state not in text.ENDED:
-                            progress.status(last, time.monotonic())
-                    case _Event(record=record):
-                        events_seen += 1
-                        if events_seen > shown:
-                            shown = events_seen
-                            progress.above(event_line(record, progress.width))
-                    case _Closed(error=Unreachable() as error):
-                        lost = error
-                    case _Closed(error=CommandFailed() as failure):
-                        raise failure
-                    case _Closed():
-                        pass
-            if last is not None and last.state in text.ENDED:
-                # The final state is drawn below all events, which may arrive after it.
-                progress.status(last, time.monotonic())
-                return last
-            if lost is not None:
-                away.wait(lost)
+        for item in merged({"status": statuses, "event": events}):
+            match item:
+                case ("status", pb.JobStatus() as last) if last.state not in text.ENDED:
+                    progress.status(last, time.monotonic())
+                case ("event", pb.EventRecord(json=record)):
+                    progress.above(event_line(json.loads(record), progress.width))
+                case _:
+                    pass
+        # The final state is drawn below all events, which may arrive after it.
+        progress.status(last, time.monotonic())
+        return last
     finally:
         progress.finish()
-
-
-def _both_streams(master: MasterClient, job_id: str) -> Iterator[_Status | _Event | _Closed]:
-    """Yield the items of both streams until both have closed."""
-    items: queue.Queue[_Status | _Event | _Closed] = queue.Queue(maxsize=1000)
-    watch = master.watch(job_id)
-    events = master.events(job_id, follow=True)
-    _pump((_Status(status) for status in watch), items.put)
-    _pump((_Event(json.loads(event.json)) for event in events), items.put)
-    open_streams = 2
-    while open_streams:
-        item = items.get()
-        if isinstance(item, _Closed):
-            open_streams -= 1
-        yield item
-
-
-def _pump(source: Iterator[Any], put: Callable[[Any], None]) -> None:
-    def run() -> None:
-        try:
-            for item in source:
-                put(item)
-        except CommandFailed as error:
-            put(_Closed(error))
-        else:
-            put(_Closed(None))
-
-    threading.Thread(target=run, daemon=True).start()

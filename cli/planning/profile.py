@@ -230,26 +230,18 @@ def _await_profile(connection: "MasterClient", job_id: str, patience_s: float) -
 
     An absent master is waited for.
     """
-    from oobleck.cli.client import Unreachable
-    from oobleck.cli.jobs.follow import Away
+    from oobleck.cli.jobs.follow import follow_status
     from oobleck.cli.output.text import ENDED
 
-    told, away = "", Away(_say, patience_s=patience_s)
-    away.answered()
-    while True:
-        try:
-            for status in connection.watch(job_id):
-                away.answered()
-                line = f"{status.state}: {status.reason}" if status.reason else status.state
-                if line != told:
-                    told = line
-                    _say(line)
-                if status.state == "succeeded":
-                    return connection.profile(job_id).profile
-                if status.state in ENDED:
-                    raise CommandFailed(line, FAILED)
-        except Unreachable as unreachable:
-            away.wait(unreachable)
+    told = ""
+    for status in follow_status(connection, job_id, _say, patience_s=patience_s):
+        line = f"{status.state}: {status.reason}" if status.reason else status.state
+        if line != told:
+            told = line
+            _say(line)
+        if status.state in ENDED and status.state != "succeeded":
+            raise CommandFailed(line, FAILED)
+    return connection.profile(job_id).profile
 
 
 def _say(line: str) -> None:

@@ -5,7 +5,7 @@ import re
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from datetime import time as time_of_day
 from typing import TYPE_CHECKING
 
@@ -183,14 +183,16 @@ class _Moment(click.ParamType):  # type: ignore[type-arg]  # older releases are 
     name = "time"
 
     def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        from oobleck.cli.jobs.follow import log_time
+
         try:
-            return _stamp(time.time() - parse_seconds(value))
+            return log_time(time.time() - parse_seconds(value))
         except (ValueError, OverflowError, OSError):
             pass  # not an age
         try:
             if clock := _CLOCK.fullmatch(value.strip()):
-                return _stamp(_latest(f"{clock[1]:0>2}:{clock[2]}", datetime.now()).timestamp())
-            return _stamp(datetime.fromisoformat(value.strip()).timestamp())
+                return log_time(_latest(f"{clock[1]:0>2}:{clock[2]}", datetime.now()).timestamp())
+            return log_time(datetime.fromisoformat(value.strip()).timestamp())
         except (ValueError, OverflowError, OSError):
             text = f"{value!r} is not a time; write 10m (ago), 14:30, or '2026-03-01 14:30'"
             self.fail(text, param, ctx)
@@ -203,10 +205,6 @@ def _latest(clock: str, now: datetime) -> datetime:
     """
     today = datetime.combine(now.date(), time_of_day.fromisoformat(clock))
     return today if today <= now else today - timedelta(days=1)
-
-
-def _stamp(unix: float) -> str:
-    return datetime.fromtimestamp(unix, UTC).isoformat(timespec="microseconds")
 
 
 class _Pattern(click.ParamType):  # type: ignore[type-arg]  # as above
@@ -301,8 +299,8 @@ def logs(
 
 def _noted(lines: "Iterable[pb.LogLine]", told: "LogPosition") -> "Iterator[pb.LogLine]":
     for line in lines:
-        told.told(line)
-        yield line
+        if told.is_new(line):
+            yield line
 
 
 def _last(lines: "Iterator[pb.LogLine]", tail: int | None) -> "Iterable[pb.LogLine]":

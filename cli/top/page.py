@@ -203,8 +203,8 @@ class Page(App[int]):
         self._draw_losses()
 
     def _draw_losses(self) -> None:
-        pane, told = self._lines["losses"], self._view.told
-        points = told.recent if self._newest else told.whole
+        pane, history = self._lines["losses"], self._view.history
+        points = history.recent if self._newest else history.points
         steps = f"the newest {count(len(points), 'step')}" if self._newest else "all steps"
         pane.border_title = f"loss of {steps}" if points else "loss"
         lines = panes.losses(points, pane.size.width, pane.size.height)
@@ -281,9 +281,9 @@ class Page(App[int]):
 
     @on(Choices.Opened, "#incidents")
     async def _open_incident(self, opened: Choices.Opened) -> None:
-        for record in self._view.told.incidents:
-            if str(record["incident"]) == opened.name:
-                block = incident_block(record, width=max(40, self.size.width - 6))
+        for number, record in self._view.history.incidents.items():
+            if str(number) == opened.name:
+                block = incident_block(dict(record), width=max(40, self.size.width - 6))
                 await self.push_screen(Details(f"incident {opened.name}", block))
                 return
         self._say("its details are shown once it is closed")

@@ -16,13 +16,13 @@ from textual.message import Message
 from textual.scroll_view import ScrollView
 from textual.strip import Strip
 
-from oobleck.cli.client import Unreachable
 from oobleck.cli.jobs.follow import progress_line
 from oobleck.cli.output.events import how_it_ended
 from oobleck.cli.output.metrics import plot
 from oobleck.cli.output.table import Tone, cut, tone
 from oobleck.cli.output.text import about
 from oobleck.cli.top.feed import View
+from oobleck.cli.view.feeds import Trouble
 from oobleck.cli.view.series import Point
 from oobleck.cli.view.state import (
     Cluster,
@@ -72,16 +72,19 @@ def fitted(row: Iterable[Part], width: int) -> Row:
 def head(view: View, cluster: Cluster, address: str, width: int, now: float) -> Row:
     """Return the top row: the master's address, its state or its nodes', and the time."""
     clock = time.strftime("%H:%M:%S", time.localtime(now))
-    room, state = max(0, width - len(clock) - 2), tuple(_state(view, cluster))
+    room, state = max(0, width - len(clock) - 2), tuple(_state(view, cluster, now))
     name = cut(address, max(0, room - width_of((("oobleck    ", ""), *state))))
     left = fitted((("oobleck", "bold"), (f"  {name}  " if name else "  ", ""), *state), room)
     return fitted((*left, (" " * (width - len(clock) - width_of(left)), ""), (clock, "")), width)
 
 
-def _state(view: View, cluster: Cluster) -> Iterator[Part]:
-    match view.failure:
-        case Unreachable():
-            yield f"the master is away for {about(view.failing_s)}; jobs continue", "bold red"
+def _state(view: View, cluster: Cluster, now: float) -> Iterator[Part]:
+    match view.trouble:
+        case Trouble(away=True, since=since):
+            yield (
+                f"the master is away for {about(max(0.0, now - since))}; jobs continue",
+                "bold red",
+            )
         case None if view.problem:
             yield inline(view.problem), "bold yellow"
         case None:
@@ -89,8 +92,8 @@ def _state(view: View, cluster: Cluster) -> Iterator[Part]:
                 yield ", " if number else "", ""
                 yield f"{nodes} {inline(state)}", _STYLES[tone(state)]
             yield "" if cluster.states else "no nodes", ""
-        case failure:
-            yield inline(failure.format_message()), "bold red"
+        case trouble:
+            yield inline(trouble.line), "bold red"
 
 
 def job(view: View, width: int) -> tuple[Row, Row]:
@@ -117,8 +120,8 @@ def _prospects(view: View) -> Iterator[Part]:
         yield f"not saved: {inline(found.save_failure)}  ", "bold red"
     elif how.checkpoint:
         yield f"checkpoint {inline(how.checkpoint)}  ", ""
-    if view.told.goodput is not None:
-        yield f"goodput {100 * view.told.goodput:.1f}%  ", ""
+    if view.history.goodput is not None:
+        yield f"goodput {100 * view.history.goodput:.1f}%  ", ""
     if found.policy:
         then = f", then {found.then}" if found.then else ""
         yield inline(f"plan by {found.policy}{then}"), "dim"
@@ -214,7 +217,7 @@ def incidents(view: View, width: int) -> list[tuple[str, Row]]:
     """Return number and row of each incident, newest first; an open one before all others."""
     rows = [
         (str(record["incident"]), fitted(_incident(record), width))
-        for record in reversed(view.told.incidents)
+        for record in reversed([*view.history.incidents.values()])
     ]
     if view.job is not None and (now := open_incident(view.job)):
         row = ("open  ", "bold red"), (inline(now), "bold")
@@ -222,23 +225,21 @@ def incidents(view: View, width: int) -> list[tuple[str, Row]]:
     return rows
 
 
-def _incident(record: dict[str, Any]) -> Iterator[Part]:
+def _incident(record: Mapping[str, Any]) -> Iterator[Part]:
     ended = inline(record["outcome"])
     yield f"{time.strftime('%H:%M:%S', time.localtime(record['opened_at']))}  ", "dim"
-    yield how_it_ended(record, ended), _OUTCOMES.get(ended, "yellow")
+    yield how_it_ended(dict(record), ended), _OUTCOMES.get(ended, "yellow")
     yield f"  {inline(record['root_cause']['summary'])}", ""
 
 
 def events(view: View, width: int) -> list[Row]:
-    return [
-        fitted(((line[:_CLOCK], "dim"), (line[_CLOCK:], "")), width) for line in view.told.events
-    ]
+    return [fitted(((line[:_CLOCK], "dim"), (line[_CLOCK:], "")), width) for line in view.events]
 
 
 def logs(view: View, width: int) -> list[Row]:
     return [
-        fitted(((f"{inline(line.node)}/{line.slot}  ", "dim"), (inline(line.line), "")), width)
-        for line in view.told.logs
+        fitted(((f"{inline(line.worker)}  ", "dim"), (inline(line.text), "")), width)
+        for line in view.lines
     ]
 
 

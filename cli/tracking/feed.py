@@ -4,17 +4,15 @@ import contextlib
 import fcntl
 import json
 import math
-import queue
-import threading
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
 from oobleck.cli.client import MasterClient
-from oobleck.cli.jobs.follow import follow_events, follow_metrics
+from oobleck.cli.jobs.follow import follow_events, follow_metrics, ignore, merged
 from oobleck.cli.output.events import sentence
 from oobleck.host.command import FAILED, CommandFailed
 
@@ -101,8 +99,6 @@ def open_locked(path: Path) -> BinaryIO:
 
 
 Kind = Literal["step", "evaluation", "event"]
-#: Most items read ahead of the writer.
-_AHEAD = 1000
 #: Number of steps that are searched for the one before an event.
 _RECENT = 10_000
 
@@ -127,12 +123,6 @@ class Item:
     step: int
 
 
-@dataclass(frozen=True, slots=True)
-class _End:
-    kind: Kind
-    error: CommandFailed | None
-
-
 def feed(
     master: MasterClient, job_id: str, since: Written, tell: Callable[[str], None]
 ) -> Iterator[Item | None]:
@@ -145,16 +135,17 @@ def feed(
     early = [json.loads(event.json) for event in master.events(job_id, follow=False)]
     known = early[-1]["id"] if early else 0
     early = [record for record in early if record["id"] > since.event]
-    items: queue.Queue[tuple[Kind, dict[str, Any]] | _End] = queue.Queue(_AHEAD)
     steps = follow_metrics(master, job_id, from_step=since.step + 1, tell=tell)
     evaluations = follow_metrics(
-        master, job_id, from_step=since.evaluation + 1, evaluations=True, tell=_nobody
+        master, job_id, from_step=since.evaluation + 1, evaluations=True, tell=ignore
     )
-    events = follow_events(master, job_id, answered=True, tell=_nobody)
-    _pump("step", map(json.loads, steps), items)
-    _pump("evaluation", map(json.loads, evaluations), items)
-    _pump("event", (json.loads(event.json) for event in events), items)
-    going = {"step", "evaluation", "event"}
+    events = follow_events(master, job_id, answered=True, tell=ignore)
+    streams: dict[Kind, Iterator[dict[str, Any]]] = {
+        "step": map(json.loads, steps),
+        "evaluation": map(json.loads, evaluations),
+        "event": (json.loads(event.json) for event in events),
+    }
+    are_steps_due = True
     #: The last steps, with their times.
     recent = deque([(0.0, since.step)], maxlen=_RECENT)
 
@@ -162,18 +153,18 @@ def feed(
         before = bisect_right(recent, record["time"], key=lambda step: step[0])
         return Item("event", record, recent[max(0, before - 1)][1])
 
-    while going:
-        if items.empty():
-            # Old steps arrive as fast as they are read, and events are inserted between them.
-            if recent[-1][1] >= due or "step" not in going:
-                yield from map(event_item, early)
-                early = []
-            yield None
-        match items.get():
-            case _End(error=CommandFailed() as error):
-                raise error
-            case _End(kind=kind):
-                going.remove(kind)
+    for found in merged(streams):
+        match found:
+            case None:
+                # Old steps arrive as fast as they are read, and events are inserted between them.
+                if recent[-1][1] >= due or not are_steps_due:
+                    yield from map(event_item, early)
+                    early = []
+                yield None
+            case ("step", None):
+                are_steps_due = False
+            case (_, None):
+                pass
             case ("event", record):
                 if record["id"] > max(known, since.event):
                     early.append(record)
@@ -185,24 +176,3 @@ def feed(
             case (kind, record):
                 yield Item(kind, record, record["step"])
     yield from map(event_item, early)
-
-
-def _nobody(line: str) -> None:
-    """Ignore the line, because the stream of steps reports it already."""
-
-
-def _pump(
-    kind: Kind,
-    records: Iterable[dict[str, Any]],
-    items: "queue.Queue[tuple[Kind, dict[str, Any]] | _End]",
-) -> None:
-    def run() -> None:
-        try:
-            for record in records:
-                items.put((kind, record))
-        except CommandFailed as error:
-            items.put(_End(kind, error))
-        else:
-            items.put(_End(kind, None))
-
-    threading.Thread(target=run, daemon=True).start()

@@ -1,6 +1,7 @@
-"""Thread that reads one stream of the master, through restarts and new credentials.
+"""Feeds of a cluster, a job and its output for pages, read by threads and kept in bounded memory.
 
-Owns the stream's connection and its trouble. Must not know what is read.
+`oobleck top` and `oobleck dashboard` share them. While the master is away, all keep trying, also
+with renewed credentials; after its return nothing is missing or repeated.
 """
 
 import contextlib
@@ -9,7 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
@@ -18,6 +19,9 @@ from oobleck.cli.jobs.follow import LogPosition
 from oobleck.cli.view.series import Point, Series
 from oobleck.host.command import NO_SUCH_THING, CommandFailed
 from oobleck.proto import control_pb2 as pb
+
+# ---- one stream
+
 
 #: Connects with the current credentials. Raises CommandFailed or ValueError.
 Connect = Callable[[], MasterClient]
@@ -117,27 +121,26 @@ def trouble(failure: Exception, before: Trouble | None, *, away: bool) -> Troubl
     return Trouble(line=str(failure).partition(";")[0], since=since, away=away)
 
 
-# ---- Feeds of a cluster, a job and its output for all browsers, in bounded memory.
-#
-# Each is read from the master once, while any browser shows it.
+# ---- feeds
 
 
 #: Interval of asking the master, while a browser looks; the pause is three times the answer's
 #: duration or more.
-_EVERY_S = 1.0
+EVERY_S = 1.0
 _REST = 3.0
 #: Time after the last look at which a feed pauses.
 _IDLE_S = 5.0
 #: Most steps of history; the curves of a longer job begin later.
 MOST_HISTORY = 50_000
-MOST_EVENTS = 200
+MOST_EVENTS = 500
 MOST_INCIDENTS = 200
 _MOST_CHANGES = 500
 #: Most generations with a known pace, and most last steps of each.
 _MOST_GENERATIONS = 100
 _MOST_PACED = 50
+#: Most lines of output, and characters of each; longer ones are cut.
 MOST_LINES = 2000
-_MOST_LINE_CHARACTERS = 2000
+MOST_CHARACTERS = 2000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,8 +159,9 @@ class Snapshot:
 class ClusterFeed:
     """Nodes and jobs, asked for repeatedly while the feed is `touch`ed."""
 
-    def __init__(self, connect: Connect) -> None:
+    def __init__(self, connect: Connect, *, every_s: float = EVERY_S) -> None:
         self._connect = connect
+        self._every_s = every_s
         self.snapshot: Snapshot | None = None
         self.trouble: Trouble | None = None
         #: Number of calls of the master.
@@ -187,7 +191,7 @@ class ClusterFeed:
             began = time.monotonic()
             try:
                 client = client or self._connect()
-                self._ask(client)
+                self.ask(client)
             except (CommandFailed, ValueError) as failure:
                 away = isinstance(failure, Unreachable)
                 self.trouble = trouble(failure, self.trouble, away=away)
@@ -196,11 +200,12 @@ class ClusterFeed:
                     client = None
             self.version += 1
             took_s = time.monotonic() - began
-            time.sleep(max(_EVERY_S - took_s, _REST * took_s, 0.0))
+            time.sleep(max(self._every_s - took_s, _REST * took_s, 0.0))
         if client is not None:
             client.close()
 
-    def _ask(self, client: MasterClient) -> None:
+    def ask(self, client: MasterClient) -> None:
+        """Ask for nodes and jobs now. Raise CommandFailed."""
         jobs, nodes = client.jobs(), client.nodes()
         self.snapshot = Snapshot(at=time.time(), nodes=nodes, jobs=jobs, problem=client.problem)
         self.trouble = None
@@ -210,30 +215,33 @@ class ClusterFeed:
 class JobHistory:
     """History of a job: all that is known beside its status."""
 
-    points: Sequence[Point]
-    recent: Sequence[Point]
-    goodput: float | None
+    points: Sequence[Point] = ()
+    recent: Sequence[Point] = ()
+    goodput: float | None = None
     #: Newest last.
-    events: Sequence[Mapping[str, Any]]
+    events: Sequence[Mapping[str, Any]] = ()
     #: Closed incidents by number.
-    incidents: Mapping[int, Mapping[str, Any]]
+    incidents: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
     #: `reconfigured` records.
-    changes: Sequence[Mapping[str, Any]]
+    changes: Sequence[Mapping[str, Any]] = ()
     #: Median time of the last steps, by generation.
-    step_s: Mapping[int, float]
+    step_s: Mapping[int, float] = field(default_factory=dict)
 
 
 class JobFeed:
     """Feed of a job's steps and events."""
 
-    def __init__(self, connect: Connect, job_id: str, committed_step: int) -> None:
+    def __init__(
+        self, connect: Connect, job_id: str, committed_step: int, *, steps: int = MOST_HISTORY
+    ) -> None:
+        """Start reading. `steps`: how many of those until `committed_step` are read."""
         self.job_id = job_id
         self.touched = time.monotonic()
         #: Grows with every record.
         self.version = 0
         self._lock = threading.Lock()
         self._series = Series()
-        self._from_step = max(1, committed_step - MOST_HISTORY + 1)
+        self._from_step = max(1, committed_step - steps + 1)
         self._events = deque[Mapping[str, Any]](maxlen=MOST_EVENTS)
         self._told = 0
         self._incidents: dict[int, Mapping[str, Any]] = {}
@@ -345,14 +353,12 @@ class LogFeed:
             return tuple(self._lines)
 
     def _read(self, client: MasterClient) -> None:
-        since, known = self._position.time, self._position.lines
+        since = self._position.again()
         for told in client.logs(self.job_id, follow=True, node=None, rank=None, since=since):
             self.following.heard()
-            if told.time == since and known:
-                known -= 1
+            if not self._position.is_new(told):
                 continue
             with self._lock:
-                self._position.told(told)
                 self.version += 1
                 self._lines.append(
                     Line(
@@ -360,6 +366,6 @@ class LogFeed:
                         time=told.time,
                         worker=f"{told.node}/{told.slot}",
                         node=told.node,
-                        text=told.line[:_MOST_LINE_CHARACTERS],
+                        text=told.line[:MOST_CHARACTERS],
                     )
                 )

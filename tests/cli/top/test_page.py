@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from oobleck.cli.top.feed import MOST_CHARACTERS, MOST_EVENTS, MOST_INCIDENTS, MOST_LINES, Story
+from oobleck.cli.top.feed import Feed, View
+from oobleck.cli.view.feeds import MOST_CHARACTERS, MOST_EVENTS, MOST_INCIDENTS, MOST_LINES
+from oobleck.cli.view.series import MOST_BUCKETS
 from oobleck.host.ipc.endpoint import choose_endpoint
 from oobleck.proto import control_pb2 as pb
 from support import loops
@@ -16,6 +18,7 @@ from support.commands import run as run_command
 from support.operators_master import answering
 from support.page import Shown, shown
 from support.secured import Secured
+from support.waiting import until
 
 #: When the incident began.
 AT = time.time() - 100
@@ -274,16 +277,31 @@ def test_what_a_viewer_may_not_do_is_said_in_one_line(
     loops.run(run())
 
 
-def test_a_story_stays_within_bounds() -> None:
-    story = Story()
-    for number in range(20_000):
-        story.steps.add({"step": number + 1, "loss": 1.0})
-        if number % 10 == 0:
-            story.printed(pb.LogLine(node="n1", line="x" * 5000))
-            story.happened(INCIDENT)
-    told = story.told(0.0)
-    assert len(told.whole) <= 801
-    assert (told.whole[0].first, told.whole[-1].last) == (1, 20_000)
-    assert (len(told.events), len(told.incidents)) == (MOST_EVENTS, MOST_INCIDENTS)
-    assert {len(line.line) for line in told.logs} == {MOST_CHARACTERS}
-    assert len(told.logs) == MOST_LINES
+def test_the_story_of_a_job_stays_within_bounds() -> None:
+    steps = [{"step": number + 1, "loss": 1.0} for number in range(20_000)]
+    events = [{**INCIDENT, "id": number, "incident": number} for number in range(1, 2000)]
+    lines = [pb.LogLine(node="n1", line="x" * 5000, time=str(number)) for number in range(3000)]
+    told = {
+        "Events": lambda request: iter([pb.EventRecord(json=json.dumps(e)) for e in events]),
+        "Metrics": lambda request: iter([pb.MetricsLines(json=[json.dumps(s) for s in steps])]),
+        "Logs": lambda request: iter(lines),
+    }
+    with (
+        answering(**{**answers([JOB]), **told}) as address,  # type: ignore[arg-type]
+        Feed(choose_endpoint(address, None, insecure=True)) as feed,
+    ):
+        until(lambda: is_whole(feed.look()), "all that the master tells")
+        view = feed.look()
+    points = view.history.points
+    assert len(points) <= MOST_BUCKETS
+    assert (points[0].first, points[-1].last) == (1, 20_000)
+    assert (len(view.events), len(view.history.incidents)) == (MOST_EVENTS, MOST_INCIDENTS)
+    assert {len(line.text) for line in view.lines} == {MOST_CHARACTERS}
+    assert len(view.lines) == MOST_LINES
+
+
+def is_whole(view: View) -> bool:
+    points, events, lines = view.history.points, view.history.events, view.lines
+    if not (points and events and lines):
+        return False
+    return (points[-1].last, events[-1]["id"], lines[-1].time) == (20_000, 1999, "2999")
