@@ -1,5 +1,5 @@
 """Supervisor on every GPU host: one session with the master, one process per worker."""
 
-from oobleck.host.ipc import tls
+from oobleck.host.programs import refuse_older_tls
 
-tls.refuse_older()
+refuse_older_tls()

@@ -30,10 +30,14 @@ from oobleck.core.messages import FaultRule
 from oobleck.core.units import parse_bytes
 from oobleck.host import command, log
 from oobleck.host.address import own_hostname, split_address, split_addresses
-from oobleck.host.device import worker_environment
 from oobleck.host.display import inline
-from oobleck.host.gpu.choice import GpuReport, interface_address, network_environment
-from oobleck.host.metrics.page import MetricsPage, bind
+from oobleck.host.gpu.devices import (
+    GpuReport,
+    interface_address,
+    network_environment,
+    worker_environment,
+)
+from oobleck.host.metrics import MetricsPage, bind
 from oobleck.host.security.credentials import Credentials
 from oobleck.host.system.environment import Environment
 from oobleck.host.system.files import read_regular

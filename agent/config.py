@@ -12,8 +12,7 @@ from typing import Literal
 
 from oobleck.core.ids import NodeName, check_name
 from oobleck.core.messages import FaultRule
-from oobleck.host.device import device_kind
-from oobleck.host.gpu.choice import Gpu
+from oobleck.host.gpu.devices import Gpu, device_kind
 from oobleck.host.versions import Versions
 
 #: Names, and beginnings of names that end with `*`.

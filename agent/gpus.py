@@ -12,17 +12,16 @@ from contextlib import suppress
 
 import msgspec
 
-from oobleck.host.device import find_gpus
-from oobleck.host.gpu.choice import (
+from oobleck.host.gpu.devices import (
     Gpu,
     GpuReport,
     check_distinct,
     chosen_gpus,
     driver_version,
+    find_gpus,
     near_cpus,
 )
-from oobleck.host.gpu.sample import Sample
-from oobleck.host.gpu.users import READER, check_unused
+from oobleck.host.gpu.sample import READER, Sample, check_unused
 from oobleck.host.system.memory import total_memory
 from oobleck.host.system.process import with_parent
 from oobleck.host.versions import Versions, installed

@@ -18,7 +18,7 @@ from oobleck.agent.worker import WorkerState
 from oobleck.core.ids import NodeName
 from oobleck.host.gpu.health import CLOCK_HOLDS
 from oobleck.host.gpu.sample import GpuSample
-from oobleck.host.metrics.families import Family, Reading, families_of, single
+from oobleck.host.metrics import Family, Reading, families_of, single
 
 _SLOT = ("slot",)
 BUILD = Family(

@@ -62,7 +62,7 @@ from oobleck.core.messages import (
 from oobleck.host.detection import Detection
 from oobleck.host.gpu.sample import Sample
 from oobleck.host.ipc.marker import with_last_line
-from oobleck.host.metrics.families import Reading
+from oobleck.host.metrics import Reading
 from oobleck.host.system.environment import Environment
 from oobleck.host.system.memory import kernel_kills
 from oobleck.host.system.process import signal_name

@@ -20,7 +20,7 @@ import msgspec
 
 from oobleck.core.messages import Launch
 from oobleck.host.ipc.endpoint import Endpoint
-from oobleck.host.system.home import below_home
+from oobleck.host.system.files import below_home
 from oobleck.host.wheel import (
     MOST_WHEEL_BYTES,
     PART_BYTES,

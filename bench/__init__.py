@@ -1,5 +1,5 @@
 """What this program costs, measured; each module says how it is run."""
 
-from oobleck.host.ipc import tls
+from oobleck.host.programs import refuse_older_tls
 
-tls.refuse_older()
+refuse_older_tls()

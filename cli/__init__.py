@@ -1,5 +1,5 @@
 """The operator's command."""
 
-from oobleck.host.ipc import tls
+from oobleck.host.programs import refuse_older_tls
 
-tls.refuse_older()
+refuse_older_tls()

@@ -98,6 +98,11 @@ def is_number(host: str) -> bool:
     return True
 
 
+def without_port(host: str) -> str:
+    """Return the host, without brackets, of HOST or HOST:PORT, as in a header of HTTP."""
+    return host if is_number(host) else re.sub(r":[0-9]*$", "", host).strip("[]")
+
+
 def addresses(address: str) -> list[str]:
     """Return the numbers that HOST:PORT resolves to, each once; none where it does not. Raises
     ValueError if it is not an address."""

@@ -1,12 +1,23 @@
-"""The installed programs, and the start of any program.
+"""The installed programs, the start of any program, and the TLS that it speaks.
 
-Loading a program takes a second or more, and Ctrl-C must end it quietly even then. So this module
-imports nothing slow, and loads the program by name.
+  python -m oobleck.host.programs PARENT_PID MODULE [ARGUMENT...]
+
+runs a module's `main`, or a package's `__main__`, in a process that ends with its parent. Loading a
+program takes a second or more: the parent could die unnoticed meanwhile, and Ctrl-C must end it
+quietly even then. So this module imports nothing slow, and loads the program by name.
 """
 
 import gc
 import importlib
+import os
 import sys
+from importlib.util import find_spec
+
+from oobleck.host.system.process import die_with_parent
+
+_CIPHERS = "GRPC_SSL_CIPHER_SUITES"
+_GRPC = "grpc._cython.cygrpc"
+_OF_RSA_KEYS = "ECDHE-RSA-AES256-GCM-SHA384"
 
 
 def oobleck() -> None:
@@ -32,3 +43,30 @@ def run(module: str) -> None:
         main()
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+# ---- TLS 1.3, and nothing older, on every connection of gRPC in this process
+#
+# gRPC has no such setting in Python, but its ciphers for TLS 1.2 can be set. The one set here needs
+# RSA keys. All keys of a cluster are on elliptic curves, so no handshake of TLS 1.2 succeeds at
+# either end. TLS 1.3 has its own ciphers, which this does not change.
+
+
+def refuse_older_tls() -> None:
+    """Refuse versions older than TLS 1.3. Raises RuntimeError if gRPC is loaded already, since it
+    reads the environment at that time."""
+    if _GRPC in sys.modules and os.environ.get(_CIPHERS) != _OF_RSA_KEYS:
+        raise RuntimeError(
+            "gRPC was loaded before oobleck and would speak TLS 1.2; import oobleck's packages "
+            f"first, or start with {_CIPHERS}={_OF_RSA_KEYS}"
+        )
+    os.environ[_CIPHERS] = _OF_RSA_KEYS
+
+
+if __name__ == "__main__":
+    die_with_parent(int(sys.argv[1]))
+    module = sys.argv[2]
+    del sys.argv[1:3]
+    found = find_spec(module)
+    is_package = found is not None and found.submodule_search_locations is not None
+    run(f"{module}.__main__" if is_package else module)

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from oobleck.host.metrics.families import SHORT_S, Distribution, Durations
+from oobleck.host.metrics import SHORT_S, Distribution, Durations
 from oobleck.host.system.environment import Environment
 from oobleck.master import process
 from oobleck.master.clients.examinations import Examinations

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 import grpc
 
 from oobleck.host.address import leaves_host, own_address
-from oobleck.host.ipc.own_master import OwnMaster, announced
-from oobleck.host.metrics.page import MetricsPage, bind
+from oobleck.host.ipc.endpoint import OwnMaster, announced
+from oobleck.host.metrics import MetricsPage, bind
 from oobleck.host.system.files import place_of
 from oobleck.host.system.process import end_signals
 from oobleck.master.api.access import MOST_CALLS, Access, server_options

@@ -14,7 +14,7 @@ import grpc
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
 from oobleck.host.address import joined, split_address
-from oobleck.host.metrics.page import bind
+from oobleck.host.metrics import bind
 
 log = logging.getLogger(__name__)
 

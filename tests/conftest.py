@@ -13,10 +13,10 @@ import hypothesis
 import pytest
 
 from bench.support.preloaded import Preloaded
-from oobleck.host.ipc import tls
+from oobleck.host.programs import refuse_older_tls
 from support import devices
 
-tls.refuse_older()
+refuse_older_tls()
 # A script has what it starts in the background ignore Ctrl-C, and so would all that tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 # How long an example takes says how busy the machine is.

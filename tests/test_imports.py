@@ -29,7 +29,7 @@ ALLOWED = {
 LEVELS = {
     "core": ("job",),
     "planner": ("profile", "programs", "cost", "search", "recovery", "report"),
-    "host": ("system", "security", "ipc", "data", "storage", "gpu", "metrics", "doctor"),
+    "host": ("system", "security", "ipc", "storage", "gpu", "doctor"),
     "worker": (
         "runtime",
         "models",

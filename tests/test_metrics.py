@@ -17,7 +17,7 @@ from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
 from oobleck.agent import metrics as of_agent
-from oobleck.host.metrics.families import SHORT_S, Durations, Family, Reading, families_of, render
+from oobleck.host.metrics import SHORT_S, Durations, Family, Reading, families_of, render
 from oobleck.master import metrics as of_master
 from support.metrics_page import PAGE, with_lists
 

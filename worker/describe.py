@@ -2,7 +2,7 @@
 
 This is a process of its own: the command line has no torch, and user code may do anything.
 
-    python -P -m oobleck.host.system.die_with_parent PARENT_PID oobleck.worker.describe \
+    python -P -m oobleck.host.programs PARENT_PID oobleck.worker.describe \
         [--always] MARKER < JOB.json > FOUND.json
 
 FOUND has the `descriptions` (by `model` and `optimizer`), the `problems`, and whether the model was
@@ -27,8 +27,8 @@ from oobleck.core.job.description import Description, LayerSketch, read_descript
 from oobleck.core.job.file import parse_job
 from oobleck.core.job.model import OwnModelSpec
 from oobleck.core.job.spec import JobSpec
-from oobleck.host.data.token_file import DataError
 from oobleck.host.ipc.marker import Marker
+from oobleck.host.token_file import DataError
 from oobleck.worker.data.objective import IGNORED
 from oobleck.worker.data.own import OwnDataset
 from oobleck.worker.data.samples import digest

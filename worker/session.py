@@ -24,7 +24,7 @@ from oobleck.core.messages import (
 )
 from oobleck.core.plan import Plan
 from oobleck.core.redact import redact
-from oobleck.host.data.token_file import DataError
+from oobleck.host.token_file import DataError
 from oobleck.planner.programs.compiler.own import OwnProgram
 from oobleck.worker.checkpoint.output import write_result
 from oobleck.worker.checkpoint.saver import Saver

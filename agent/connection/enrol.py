@@ -19,19 +19,23 @@ import grpc
 
 from oobleck.agent.connection.heads import Heads
 from oobleck.host.address import pinned, split_addresses, stays_on_host
-from oobleck.host.ipc import own_master
-from oobleck.host.ipc.endpoint import Endpoint, check_insecure
+from oobleck.host.ipc.endpoint import Endpoint, check_insecure, find_own_master
 from oobleck.host.security import pki
-from oobleck.host.security.credential_folder import check_free, check_holder, keep, own_key
+from oobleck.host.security.credential_folder import (
+    check_free,
+    check_holder,
+    have_issued,
+    keep,
+    own_key,
+)
 from oobleck.host.security.credentials import (
     CERTIFICATE,
     TOKEN_VARIABLE,
     Credentials,
     read_credentials,
 )
-from oobleck.host.security.issue import have_issued
-from oobleck.host.security.join_token import shown_token
-from oobleck.host.system.home import below_home
+from oobleck.host.security.pki import shown_token
+from oobleck.host.system.files import below_home
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto.control_pb2_grpc import PkiStub
 from oobleck.proto.secure import open_aio_channel
@@ -91,7 +95,7 @@ def choose_way(
         if stays:
             heads = [pinned(head) for head in heads]
             master = ",".join(heads)
-        own = next(filter(None, map(own_master.find, heads)), None)
+        own = next(filter(None, map(find_own_master, heads)), None)
         if own is not None and os.path.exists(own.pki):
             folder, own_user_alone = own.node(name), own.private and len(heads) == 1
             _sign_for(folder, own.pki, name)

@@ -26,8 +26,7 @@ import msgspec
 from bench.support.daemons import CHECKOUT
 from oobleck.cli.cluster.doctor import run_check
 from oobleck.core.finding import Finding
-from oobleck.host.device import find_gpus, worker_environment
-from oobleck.host.gpu.choice import chosen_gpus
+from oobleck.host.gpu.devices import chosen_gpus, find_gpus, worker_environment
 from oobleck.host.system.process import completed, with_parent
 
 #: For a part, whichever of its checks hang.

@@ -23,7 +23,7 @@ from bench.support.daemons import CHECKOUT, with_parent
 from oobleck.core.ids import Incarnation, NodeName
 from oobleck.host.ipc.endpoint import Endpoint
 from oobleck.host.security.credentials import read_credentials
-from oobleck.host.security.join_token import read_token
+from oobleck.host.security.pki import read_token
 from oobleck.host.system.process import allow_open_files
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto.protocol import NEWEST, OLDEST

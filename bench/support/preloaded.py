@@ -32,9 +32,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from bench.support.daemons import CHECKOUT, with_parent
-from oobleck.host.device import worker_environment
-from oobleck.host.ipc import tls
-from oobleck.host.programs import run
+from oobleck.host.gpu.devices import worker_environment
+from oobleck.host.programs import refuse_older_tls, run
 
 #: What is on PYTHONPATH of processes whose start is a drill's.
 STARTUP = Path(__file__).parents[1] / "startup"
@@ -133,7 +132,7 @@ class Preloaded:
 
 def serve(listener: socket.socket) -> NoReturn:
     """Fork a process for each that connects, and tell it the pid and later the status."""
-    tls.refuse_older()
+    refuse_older_tls()
     import scipy.optimize  # noqa: F401  # which the planner loads when it needs it
 
     import oobleck.master.planning.worker

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from oobleck.host.command import FAILED, USAGE, CommandFailed
-from oobleck.host.security import issue as signing
+from oobleck.host.security import credential_folder as signing
 from oobleck.host.security import pki
 from oobleck.host.security.credentials import (
     AUTHORITY,

@@ -12,8 +12,7 @@ import msgspec
 from oobleck.cli.options import master_option
 from oobleck.core.codec import decode, encode
 from oobleck.host.command import FAILED, USAGE, CommandFailed
-from oobleck.host.ipc import own_master
-from oobleck.host.ipc.endpoint import Endpoint
+from oobleck.host.ipc.endpoint import Endpoint, find_own_master
 from oobleck.host.security.credentials import AUTHORITY_KEY, write_private
 from oobleck.host.storage.backup import AUTHORITY, SUMMARY, StoredFile, Summary, check_path
 from oobleck.host.system.files import sync_directory
@@ -62,7 +61,7 @@ def backup(folder: Path, no_logs: bool, authority: bool, master: Endpoint) -> No
 
 def _authority_of(master: Endpoint) -> Path:
     """Return the folder of the authority of a master on this host. Raise CommandFailed."""
-    own = next(filter(None, map(own_master.find, master.addresses)), None)
+    own = next(filter(None, map(find_own_master, master.addresses)), None)
     if own is None or not (own.pki / AUTHORITY_KEY).is_file():
         raise CommandFailed(
             f"--authority: the master at {master} is not yours or not on this host; run this as "

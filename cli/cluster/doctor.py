@@ -19,10 +19,9 @@ from oobleck.cli import options
 from oobleck.cli.options import node_names
 from oobleck.core.finding import Finding
 from oobleck.host.command import FAILED, UNREACHABLE, CommandFailed
-from oobleck.host.device import find_gpus, worker_environment
 from oobleck.host.display import inline
 from oobleck.host.doctor import gpus as host_gpus
-from oobleck.host.gpu.choice import GpuReport, chosen_gpus
+from oobleck.host.gpu.devices import GpuReport, chosen_gpus, find_gpus, worker_environment
 from oobleck.host.ipc.endpoint import Endpoint
 from oobleck.host.system.process import completed, with_parent
 

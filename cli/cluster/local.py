@@ -19,7 +19,7 @@ from oobleck.host.command import USAGE, CommandFailed
 from oobleck.host.detection import MODES, Mode
 from oobleck.host.ipc.endpoint import check_insecure
 from oobleck.host.security.credentials import make_private
-from oobleck.host.system.home import below_home
+from oobleck.host.system.files import below_home
 from oobleck.host.system.process import end_signals
 
 #: Refuse more than this unless --oversubscribe is given.

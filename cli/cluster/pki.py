@@ -21,7 +21,7 @@ from oobleck.host.security.credentials import (
     read_file,
     write_private,
 )
-from oobleck.host.system.home import below_home
+from oobleck.host.system.files import below_home
 
 if TYPE_CHECKING:
     from oobleck.cli.client import MasterClient
@@ -177,7 +177,7 @@ def join(name: str, master: str, token_file: Path | None, folder: Path) -> None:
     from oobleck.cli.client import MasterClient
     from oobleck.host.security import pki as certificates
     from oobleck.host.security.credential_folder import check_free, keep, own_key
-    from oobleck.host.security.join_token import shown_token
+    from oobleck.host.security.pki import shown_token
 
     folder = _below_home(folder)
     try:
@@ -301,7 +301,7 @@ def make_token(master: "MasterClient", *, role: str, name: str, ttl_s: float) ->
     """Make a join token. `name`: the only one that may use it; empty: any. Raise CommandFailed."""
     from oobleck.host.security import pki as certificates
     from oobleck.host.security.credentials import Credentials
-    from oobleck.host.security.join_token import format_token
+    from oobleck.host.security.pki import format_token
 
     key = certificates.new_key()
     request = certificates.new_request(key)
@@ -365,7 +365,7 @@ def _role_of(name: str, known: "pb.ListCredentialsReply") -> "Role":
 
 
 def _check_out(out: Path) -> None:
-    from oobleck.host.security.join_token import read_token
+    from oobleck.host.security.pki import read_token
 
     try:
         check_writable(out)

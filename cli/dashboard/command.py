@@ -115,7 +115,7 @@ def serve(
     from oobleck.cli.dashboard.app import run
     from oobleck.cli.dashboard.sessions import default_folder, read_key
     from oobleck.host.address import joined
-    from oobleck.host.metrics.page import bind
+    from oobleck.host.metrics import bind
 
     try:
         folder = folder or default_folder()

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Literal, cast
 
 from oobleck.host.security.credentials import create_private, make_private, read_secret
-from oobleck.host.system.home import below_home
+from oobleck.host.system.files import below_home
 
 # ---- tokens
 

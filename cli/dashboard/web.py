@@ -17,7 +17,7 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from oobleck.cli.dashboard.hub import Problem
 from oobleck.cli.dashboard.sessions import BadToken, Session
 from oobleck.cli.dashboard.site import Site
-from oobleck.host.address import is_loopback, is_number, own_hostname
+from oobleck.host.address import is_loopback, is_number, own_hostname, without_port
 
 # ---- checks of every request: its host name, its size, and the browser's restrictions
 
@@ -76,7 +76,7 @@ class Guard:
 
     def _refusal(self, headers: Headers) -> PlainTextResponse | None:
         host = headers.get("host", "")
-        if not self._is_own(_without_port(host).lower()):
+        if not self._is_own(without_port(host).lower()):
             told = f"{host[:100]!r} is no name of this dashboard; its --host NAME allows one\n"
             return PlainTextResponse(told, 421)
         length = headers.get("content-length", "0")
@@ -93,12 +93,6 @@ class Guard:
         if host in self._names:
             return True
         return is_number(host) and (not self._local or is_loopback(host))
-
-
-def _without_port(host: str) -> str:
-    if host.startswith("["):
-        return host[1:].partition("]")[0]
-    return host.rpartition(":")[0] if ":" in host else host
 
 
 # ---- sessions, forms and answers

@@ -80,7 +80,7 @@ def check_inputs(job: "JobSpec") -> list[Problem]:
 
 
 def _check(key: str, data: "DataSpec", job: "JobSpec") -> list[Problem]:
-    from oobleck.host.data.token_file import DataError, look_through, read_info
+    from oobleck.host.token_file import DataError, look_through, read_info
 
     model = job.model
     if data.code is not None or not model.reads_tokens:
@@ -116,9 +116,8 @@ def check_weights(job: "JobSpec") -> None:
 
 def _count_tokens(data: "DataSpec", files: set[str], vocabulary: int) -> int | None:
     """Return the number of tokens in `files`; None: unknown yet. Raise DataError."""
-    from oobleck.host.data.documents import is_plain
-    from oobleck.host.data.token_file import read_info, type_of
-    from oobleck.host.data.tokenizer import load_tokenizer
+    from oobleck.host.token_file import read_info, type_of
+    from oobleck.host.tokenise import is_plain, load_tokenizer
 
     if data.tokens is not None:
         info = read_info(data.tokens)
@@ -140,7 +139,7 @@ def _count_tokens(data: "DataSpec", files: set[str], vocabulary: int) -> int | N
 
 def _check_bytes(files: Sequence[str], vocabulary: int) -> None:
     """Raise DataError if the start of the text has a byte that exceeds the vocabulary."""
-    from oobleck.host.data.token_file import DataError
+    from oobleck.host.token_file import DataError
 
     left = _LOOKED_AT_BYTES if vocabulary < _BYTES else 0
     for path in files:

@@ -16,8 +16,8 @@ from oobleck.host.command import FAILED, NO_SUCH_THING, USAGE, CommandFailed
 from oobleck.host.display import inline
 
 if TYPE_CHECKING:
-    from oobleck.host.data.token_file import Dtype, TokenFileInfo
-    from oobleck.host.data.tokenizer import Tokenizer
+    from oobleck.host.token_file import Dtype, TokenFileInfo
+    from oobleck.host.tokenise import Tokenizer
 
 _SHOWN_TOKENS = 16
 
@@ -72,9 +72,8 @@ def prepare(
     .jsonl file has one per line; .gz files of either are unpacked. A job reads the result with
     `data: {tokens: FILE}`. FILE appears when it is complete.
     """
-    from oobleck.host.data.token_file import CannotWrite, DataError, TokenWriter, narrowest, sweep
-    from oobleck.host.data.tokenise import tokenise
-    from oobleck.host.data.tokenizer import load_tokenizer
+    from oobleck.host.token_file import CannotWrite, DataError, TokenWriter, narrowest, sweep
+    from oobleck.host.tokenise import load_tokenizer, tokenise
 
     if output.exists() and not force:
         raise CommandFailed(
@@ -113,13 +112,7 @@ def inspect(file: Path, dtype: "Dtype | None", as_json: bool) -> None:
 
     from oobleck.cli.jobs.own_code import tell
     from oobleck.cli.output import text
-    from oobleck.host.data.token_file import (
-        DataError,
-        look_through,
-        read_info,
-        read_tokens,
-        type_of,
-    )
+    from oobleck.host.token_file import DataError, look_through, read_info, read_tokens, type_of
 
     if not file.is_file():
         raise CommandFailed(f"{file} does not exist; give a token file", NO_SUCH_THING)
@@ -178,7 +171,7 @@ def _summary(path: Path, info: "TokenFileInfo") -> str:
 
 
 def _check_dtype(dtype: "Dtype", tokenizer: "Tokenizer") -> None:
-    from oobleck.host.data.token_file import DataError, narrowest
+    from oobleck.host.token_file import DataError, narrowest
 
     needed = narrowest(tokenizer.vocabulary)
     if int(dtype[4:]) < int(needed[4:]):

@@ -15,13 +15,10 @@ import msgspec
 from oobleck.core.finding import Finding, Level
 from oobleck.core.orders import About
 from oobleck.core.units import format_bytes
-from oobleck.host.device import worker_environment
-from oobleck.host.gpu.choice import driver_version
+from oobleck.host.gpu.devices import driver_version, worker_environment
 from oobleck.host.gpu.health import hindrance, troubles
-from oobleck.host.gpu.kernel_log import read_xids
-from oobleck.host.gpu.peers import Peers, read_peers
-from oobleck.host.gpu.sample import GpuSample, Sample
-from oobleck.host.gpu.users import described, read_sample
+from oobleck.host.gpu.nvml import Peers, read_peers
+from oobleck.host.gpu.sample import GpuSample, Sample, described, read_sample, read_xids
 
 #: Size of NCCL's buffers in shared memory, for eight GPUs with many communicators.
 _LEAST_SHARED = 1 << 30
@@ -154,5 +151,5 @@ def environment(given: Mapping[str, str]) -> Iterator[Finding]:
     for name, wanted in worker_environment("cuda").items():
         if name.startswith(("NCCL_", "TORCH_NCCL_", "CUDA_")) and given.get(name, wanted) != wanted:
             what = f"{name}={given[name]} conflicts with the {wanted} that workers need"
-            fix = f"unset {name}, or keep it for a reason (host/device.py explains it)"
+            fix = f"unset {name}, or keep it for a reason (host/gpu/devices.py explains it)"
             yield Finding(check="environment", level="warn", what=what, fix=fix)

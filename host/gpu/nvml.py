@@ -1,22 +1,81 @@
 """Reader of this host's GPUs by NVML, through the package nvidia-ml-py if that is installed.
 
-  python -m oobleck.host.gpu.nvml [SECONDS]
+  python -m oobleck.host.gpu.nvml [SECONDS | peers]
 
 prints a `Sample` as a line of JSON. With SECONDS it prints one at that interval, and one with each
-error that the driver reports. It is a process of its own because a call of a sick driver may never
+error that the driver reports. With `peers` it prints `Peers`: GPUs that cannot reach each other's
+memory, and those with ECC off. It is a process of its own because a call of a sick driver may never
 return.
 """
 
 import ctypes
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from itertools import combinations
 from typing import Any
 
 import msgspec
 
 from oobleck.host.gpu.sample import GpuProcess, GpuSample, Sample, Xid
+from oobleck.host.system.process import output_of, python
+
+# ---- peers
+
+
+_ANSWER_S = 20.0
+#: nvmlGpuP2PCapsIndex_t: reading. nvidia-ml-py's constant of that name is not a number.
+_READ = 0
+#: nvmlGpuP2PStatus_t, as in nvml.h.
+_REASONS = {
+    1: "the chipset does not do it",
+    2: "the GPUs do not do it",
+    3: "the chipset does not do it across sockets",
+    4: "a setting of the driver forbids it",
+    5: "not supported",
+    6: "not known",
+}
+
+
+class Peers(msgspec.Struct, frozen=True, kw_only=True):
+    #: Places of two GPUs, and the reason.
+    apart: tuple[tuple[str, str, str], ...] = ()
+    without_ecc: tuple[str, ...] = ()
+
+
+def read_peers() -> Peers:
+    """Read `Peers` in a process of its own; empty if NVML does not answer, which another check
+    reports."""
+    try:
+        output = output_of(python("oobleck.host.gpu.nvml", "peers"), _ANSWER_S)
+        return msgspec.json.decode(output, type=Peers)
+    except (OSError, subprocess.SubprocessError, msgspec.DecodeError):
+        return Peers()
+
+
+def ask_peers(nvml: Any) -> Peers:
+    """Ask NVML. `nvml`: the module pynvml. Raises its NVMLError if it cannot be asked at all."""
+    nvml.nvmlInit()
+    boards: dict[str, Any] = {}
+    for number in range(nvml.nvmlDeviceGetCount()):
+        with suppress(nvml.NVMLError):
+            handle = nvml.nvmlDeviceGetHandleByIndex(number)
+            boards[_bus(nvml, handle)] = handle
+    apart = []
+    for (one, first), (other, second) in combinations(boards.items(), 2):
+        with suppress(nvml.NVMLError):
+            status = nvml.nvmlDeviceGetP2PStatus(first, second, _READ)
+            if status:
+                apart.append((one, other, _REASONS.get(int(status), f"status {status}")))
+    without = []
+    for bus, handle in boards.items():
+        with suppress(nvml.NVMLError):  # boards without ECC raise it
+            if not nvml.nvmlDeviceGetEccMode(handle)[0]:
+                without.append(bus)
+    return Peers(apart=tuple(apart), without_ecc=tuple(without))
+
 
 #: Interval of polling for errors where NVML cannot wait for them, and of reports where many come.
 _LEAST_S = 0.5
@@ -55,7 +114,7 @@ class _Reader:
             # A board that cannot be opened has no known place; torch misses it too.
             with suppress(nvml.NVMLError):
                 handle = nvml.nvmlDeviceGetHandleByIndex(number)
-                self._boards[self._bus(handle)] = handle
+                self._boards[_bus(nvml, handle)] = handle
         #: Places by the targets of handles: a lost board no longer reports its place.
         self._places = {_address(handle): bus for bus, handle in self._boards.items()}
         self._events = self._listen()
@@ -70,10 +129,6 @@ class _Reader:
             if error.value in (nvml.NVML_ERROR_GPU_IS_LOST, nvml.NVML_ERROR_RESET_REQUIRED):
                 raise
             return None
-
-    def _bus(self, handle: Any) -> str:
-        domain, _, rest = _text(self._nvml.nvmlDeviceGetPciInfo(handle).busId).partition(":")
-        return f"{int(domain, 16):04x}:{rest.lower()}"
 
     def _listen(self) -> Any:
         """Return the event set on which to wait for errors; None if this driver reports none."""
@@ -158,6 +213,12 @@ class _Reader:
         )
 
 
+def _bus(nvml: Any, handle: Any) -> str:
+    """Return the board's address as in /sys/bus/pci/devices."""
+    domain, _, rest = _text(nvml.nvmlDeviceGetPciInfo(handle).busId).partition(":")
+    return f"{int(domain, 16):04x}:{rest.lower()}"
+
+
 def _address(handle: Any) -> int | None:
     return ctypes.cast(handle, ctypes.c_void_p).value
 
@@ -177,10 +238,29 @@ def _text(value: str | bytes | None) -> str:
 
 
 def main() -> None:
+    if sys.argv[1:] == ["peers"]:
+        _tell(_peers_here())
+        return
     every_s = float(sys.argv[1]) if sys.argv[1:] else None
     for sample in read_forever(every_s):
-        sys.stdout.write(msgspec.json.encode(sample).decode() + "\n")
-        sys.stdout.flush()
+        _tell(sample)
+
+
+def _tell(value: Sample | Peers) -> None:
+    sys.stdout.write(msgspec.json.encode(value).decode() + "\n")
+    sys.stdout.flush()
+
+
+def _peers_here() -> Peers:
+    """Return what NVML says of this host's GPUs; empty if it cannot be asked."""
+    try:
+        import pynvml as nvml
+    except ImportError:
+        return Peers()
+    try:
+        return ask_peers(nvml)
+    except nvml.NVMLError:
+        return Peers()
 
 
 if __name__ == "__main__":

@@ -1,9 +1,23 @@
-"""Sample of a host's GPUs by NVML at one moment, as plain data.
+"""Samples of a host's GPUs by NVML, errors in the kernel's log, and processes that use the GPUs.
 
-Must not know its meaning.
+A sample is plain data. The kernel's log also has errors from before any process listened to NVML
+(docs.nvidia.com/deploy/xid-errors). Must not know the meaning of a sample, nor the reaction.
 """
 
+import errno
+import os
+import re
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+
 import msgspec
+import psutil
+
+from oobleck.core.units import format_bytes
+from oobleck.host.gpu.devices import Gpu
+from oobleck.host.system.process import output_of, python
 
 
 class GpuProcess(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,3 +80,123 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     problem: str = ""
     #: True if it never will: this host lacks a requirement.
     for_good: bool = False
+
+
+# ---- Xids that NVIDIA's driver has written into the kernel's log
+
+
+#: NVRM: Xid (PCI:0000:3b:00): 79, pid=...
+_XID = re.compile(
+    r"NVRM: Xid \(PCI:([0-9a-fA-F]{4,8}):([0-9a-fA-F]{2}):([0-9a-fA-F]{2})[^)]*\): (\d+)"
+)
+_LOG = Path("/dev/kmsg")
+_RECORD_BYTES = 8 << 10
+#: The kernel keeps a few hundred KiB.
+_MOST_RECORDS = 100_000
+
+
+def read_xids(log: Path = _LOG) -> tuple[Xid, ...]:
+    """Read each Xid once, in order; none if this user may not read the log."""
+    try:
+        descriptor = os.open(log, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return ()
+    try:
+        return xids(_records(descriptor))
+    finally:
+        os.close(descriptor)
+
+
+def _records(descriptor: int) -> Iterator[str]:
+    """Yield the records of a kernel log, one read each (dev-kmsg in the kernel's ABI
+    documentation)."""
+    for _ in range(_MOST_RECORDS):
+        try:
+            record = os.read(descriptor, _RECORD_BYTES)
+        except OSError as error:
+            if error.errno == errno.EPIPE:  # overwritten meanwhile; read the next one
+                continue
+            return
+        if not record:
+            return
+        yield record.decode(errors="replace")
+
+
+def xids(lines: Iterable[str]) -> tuple[Xid, ...]:
+    found = (_XID.search(line) for line in lines)
+    read = (
+        Xid(bus=f"{int(m[1], 16):04x}:{m[2]}:{m[3]}.0".lower(), code=int(m[4])) for m in found if m
+    )
+    return tuple(dict.fromkeys(read))
+
+
+# ---- processes that use the GPUs
+
+
+READER = "oobleck.host.gpu.nvml"
+#: A healthy driver answers in a second or two.
+_ANSWER_S = 30.0
+#: Workers of a killed agent hold their GPUs until the driver has cleaned up.
+_LEAVE_S = 10.0
+_LOOK_S = 1.0
+
+
+def read_sample() -> Sample:
+    """Read a sample from NVML, in a process of its own."""
+    try:
+        output = output_of(python(READER), _ANSWER_S)
+        return msgspec.json.decode(output, type=Sample)
+    except subprocess.TimeoutExpired:
+        return Sample(problem=f"NVML has not answered for {_ANSWER_S:.0f} s")
+    except (OSError, subprocess.CalledProcessError, msgspec.DecodeError) as error:
+        return Sample(problem=f"NVML cannot be asked: {error}")
+
+
+def check_unused(
+    gpus: Iterable[Gpu],
+    read: Callable[[], Sample] = read_sample,
+    sleep: Callable[[float], None] = time.sleep,
+    clock: Callable[[], float] = time.monotonic,
+) -> None:
+    """Raise ValueError if another process keeps computing on one of the GPUs, or one of them cannot
+    be read.
+
+    If NVML does not answer, all count as unused. For a part of a divided GPU NVML shows the
+    processes of all parts, so none of them count.
+    """
+    wanted = {gpu.bus: gpu for gpu in gpus if not gpu.visible.startswith("MIG-")}
+    until = clock() + _LEAVE_S
+    while True:
+        boards = [board for board in read().gpus if board.bus in wanted]
+        if lost := [f"GPU {wanted[b.bus].visible}: {b.error}" for b in boards if b.error]:
+            fix = "restart the host, or name other GPUs with --gpus"
+            raise ValueError(f"--device cuda: {'; '.join(lost)}; {fix}")
+        found = [
+            f"GPU {wanted[board.bus].visible} ({board.name}) is used by "
+            f"{described(board.processes)}"
+            for board in boards
+            if board.processes and not board.divided
+        ]
+        if not found:
+            return
+        if clock() >= until:
+            break
+        sleep(_LOOK_S)
+    raise ValueError(
+        f"--device cuda: {'; '.join(found)}; end that, name other GPUs with --gpus, or give "
+        "--share-gpus and a --memory-per-worker that leaves them theirs"
+    )
+
+
+def described(processes: Sequence[GpuProcess]) -> str:
+    """Describe processes, each like `python3 (process 4242, 3.0 GiB)`."""
+    return ", ".join(map(_one, processes))
+
+
+def _one(process: GpuProcess) -> str:
+    try:
+        name = psutil.Process(process.pid).name()
+    except (psutil.Error, ValueError):
+        name = "another"
+    size = f", {format_bytes(process.memory_bytes)}" if process.memory_bytes else ""
+    return f"{name} (process {process.pid}{size})"

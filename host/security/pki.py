@@ -1,20 +1,24 @@
-"""Certificates of a cluster: its authority, the identity in a certificate, requests for new ones.
+"""Certificates of a cluster: its authority, the identity in a certificate, requests, join tokens.
 
 One authority per cluster signs everything. A URI names the holder: oobleck://agent/n1 or
 oobleck://operator/ann. A join token has oobleck://token/agent or, for one name only,
 oobleck://token/agent/n1. The master's certificate has the name `MASTER_NAME` instead, which no
 other has; clients insist on it at whatever address. Keys are on P-256.
 
-Must not know files, the network, or permissions. Loads the cryptography library, so commands import
-it only where they need it.
+Must not know the network or permissions. Loads the cryptography library, so commands import it only
+where they need it.
 """
 
+import base64
+import binascii
 import ipaddress
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 
+import msgspec
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes, serialization
@@ -22,7 +26,14 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from oobleck.core.ids import check_name
-from oobleck.host.security.credentials import MASTER_NAME, ROLES, Role
+from oobleck.host.security.credentials import (
+    MASTER_NAME,
+    ROLES,
+    TOKEN_VARIABLE,
+    Credentials,
+    Role,
+    read_secret,
+)
 
 _SCHEME = "oobleck://"
 _AUTHORITY_LIFE = timedelta(days=3650)
@@ -283,3 +294,63 @@ def _server_name(name: str) -> x509.GeneralName:
         return x509.IPAddress(ipaddress.ip_address(name))
     except ValueError:
         return x509.DNSName(name)
+
+
+# ---- join tokens as text: a short-lived certificate with its key, and the cluster's authority
+#
+# The holder can ask the master once for a certificate of its own. On first contact the holder
+# trusts the authority inside, so a wrong master learns nothing. It comes from a file or the
+# environment, never from the command line, which other users of the host can read.
+
+
+_PREFIX = "oobleck1."
+_MOST_CHARACTERS = 4096
+_KEY_BYTES = 32
+
+
+def format_token(credentials: Credentials) -> str:
+    """Format a join token: one line of some 1,000 letters, digits, '-' and '_'."""
+    number = key_number(read_key(credentials.key))
+    parts = (
+        to_der(credentials.authority),
+        to_der(credentials.certificate),
+        number.to_bytes(_KEY_BYTES, "big"),
+    )
+    return _PREFIX + base64.urlsafe_b64encode(msgspec.msgpack.encode(parts)).decode().rstrip("=")
+
+
+def shown_token(path: Path | None, held: str) -> Credentials | None:
+    """Read the token from the file, else from `held`, the text in the environment; None: there is
+    neither. Raises ValueError with its source."""
+    source = TOKEN_VARIABLE if path is None else f"--token-file {path}"
+    try:
+        if path is not None:
+            held = read_secret(path).decode(errors="replace")
+        return read_token(held) if held or path is not None else None
+    except ValueError as error:
+        raise ValueError(f"{source}: {error}") from error
+
+
+def read_token(text: str) -> Credentials:
+    """Parse a token. Raises ValueError, which does not repeat the text."""
+    text = text.strip()
+    if not text.startswith(_PREFIX) or len(text) > _MOST_CHARACTERS:
+        raise ValueError(
+            f"is not a join token, which begins with {_PREFIX!r}; make one with 'oobleck pki token'"
+        )
+    body = text.removeprefix(_PREFIX)
+    try:
+        packed = base64.b64decode(body + "=" * (-len(body) % 4), altchars=b"-_", validate=True)
+        authority, certificate, number = msgspec.msgpack.decode(
+            packed, type=tuple[bytes, bytes, bytes]
+        )
+        key = key_of_number(int.from_bytes(number, "big"))
+        return Credentials(
+            authority=to_pem(authority),
+            certificate=to_pem(certificate),
+            key=key_pem(key),
+        )
+    except (ValueError, binascii.Error) as error:
+        raise ValueError("is a damaged join token; copy the whole line, or make a new one") from (
+            error
+        )

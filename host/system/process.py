@@ -35,7 +35,7 @@ def python(module: str, *arguments: str) -> list[str]:
 def with_parent(module: str) -> list[str]:
     """Return the beginning of a command that runs a Python module and ends with this process,
     however that ends. It also ends with the thread that starts it."""
-    return python("oobleck.host.system.die_with_parent", str(os.getpid()), module)
+    return python("oobleck.host.programs", str(os.getpid()), module)
 
 
 def completed(

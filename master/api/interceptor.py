@@ -18,7 +18,7 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError, Message
 
-from oobleck.host.metrics.families import Durations
+from oobleck.host.metrics import Durations
 from oobleck.master.api.access import (
     MOST_DETAILS,
     MOST_OF_HOLDER,

@@ -45,7 +45,7 @@ from oobleck.core.orders import (
     Way,
 )
 from oobleck.host.address import split_address
-from oobleck.host.doctor import rounds, together, ways
+from oobleck.host.doctor import together, ways
 from oobleck.host.doctor.places import SHARED
 from oobleck.host.doctor.process import ANSWER_S, Doctor
 from oobleck.host.system.environment import Environment
@@ -375,7 +375,7 @@ class _Examination:
             yield Finding(check="pairs", level="pass", what=what, fix=fix)
         found: dict[ways.End, Way] = {}
         until = self._now() + _PAIRS_S
-        for some in rounds.rounds(names):
+        for some in ways.rounds(names):
             if self._now() > until:
                 break
             measured = await asyncio.gather(

@@ -6,7 +6,7 @@ cost of a reading grows with nodes and jobs alone. Reads, never writes.
 
 from collections.abc import Iterator
 
-from oobleck.host.metrics.families import Reading, families_of
+from oobleck.host.metrics import Reading, families_of
 from oobleck.host.system.environment import Environment
 from oobleck.master.metrics import jobs, nodes, own
 from oobleck.master.metrics.own import Parts

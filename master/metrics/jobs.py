@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from statistics import median
 from typing import get_args
 
-from oobleck.host.metrics.families import Family, Reading, single
+from oobleck.host.metrics import Family, Reading, single
 from oobleck.master.api.view import is_moving, mfu, step_age_s, tokens_per_s
 from oobleck.master.metrics.tally import JobTally, Tally
 from oobleck.master.state.cluster import ClusterState

@@ -4,7 +4,7 @@ is in."""
 from collections import Counter
 from collections.abc import Iterator
 
-from oobleck.host.metrics.families import Family, Reading, single
+from oobleck.host.metrics import Family, Reading, single
 from oobleck.master.api.view import node_state
 from oobleck.master.metrics.tally import Tally
 from oobleck.master.state.cluster import ClusterState

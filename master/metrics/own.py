@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from oobleck.host.metrics.families import Family, Reading, single
+from oobleck.host.metrics import Family, Reading, single
 from oobleck.host.versions import installed
 from oobleck.master.api.connections import Connections
 from oobleck.master.api.interceptor import Calls

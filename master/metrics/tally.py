@@ -12,7 +12,7 @@ from itertools import product
 from typing import get_args
 
 from oobleck.core.ids import JobId
-from oobleck.host.metrics.families import LONG_S, Durations
+from oobleck.host.metrics import LONG_S, Durations
 from oobleck.master.events.jobs import (
     PHASES,
     Cause,

@@ -18,7 +18,7 @@ from contextlib import suppress
 import msgspec
 
 from oobleck.host.ipc.channel import frame, read_frame
-from oobleck.host.metrics.families import Durations
+from oobleck.host.metrics import Durations
 from oobleck.host.system.process import with_parent
 from oobleck.master.planning.requests import Broken, PlanReply, PlanRequest, StillPlanning
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from oobleck.core.profile import Profile
 from oobleck.core.profile_file import format_profile, parse_profile
-from oobleck.host.metrics.families import Durations
+from oobleck.host.metrics import Durations
 from oobleck.host.system.environment import Environment
 from oobleck.host.system.files import read_regular
 from oobleck.master.config import MasterConfig, Unusable

@@ -20,7 +20,7 @@ from oobleck.agent.__main__ import (
 )
 from oobleck.agent.connection.heads import local_address
 from oobleck.agent.gpus import default_memory
-from oobleck.host.gpu.choice import Gpu
+from oobleck.host.gpu.devices import Gpu
 from oobleck.planner.profile.memory import gpu_reserve_bytes
 from support.commands import end, start_master
 from support.folders import SUPPORT

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 
 from oobleck.agent import gpus
-from oobleck.host.gpu.choice import Gpu, GpuReport
+from oobleck.host.gpu.devices import Gpu, GpuReport
 
 TWO = tuple(
     Gpu(name="H100", uuid=f"u{number}", memory_bytes=1, bus=f"bus {number}", visible=str(number))

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from oobleck.agent import metrics
 from oobleck.agent.health import GpuHealth
 from oobleck.host.gpu.sample import Sample, Xid
-from oobleck.host.metrics.families import Family, render
+from oobleck.host.metrics import Family, render
 from support.folders import SUPPORT
 
 Part = namedtuple("Part", "device mountpoint opts")

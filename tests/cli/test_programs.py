@@ -37,7 +37,7 @@ def test_as_it_is_installed(script: str) -> None:
 def test_as_a_child_of_a_local_cluster(tmp_path: Path) -> None:
     (tmp_path / "loading.py").write_text(STRIKE + "import click\n")
     ended = subprocess.run(
-        [sys.executable, "-m", "oobleck.host.system.die_with_parent", str(os.getpid()), "loading"],
+        [sys.executable, "-m", "oobleck.host.programs", str(os.getpid()), "loading"],
         env={**os.environ, "PYTHONPATH": str(tmp_path)},
         capture_output=True,
         text=True,

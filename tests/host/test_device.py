@@ -3,7 +3,7 @@
 import psutil
 import pytest
 
-from oobleck.host.device import worker_environment
+from oobleck.host.gpu.devices import worker_environment
 
 
 def test_nccl_talks_by_the_interface_of_the_agents_address() -> None:

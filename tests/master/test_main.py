@@ -15,7 +15,7 @@ import pytest
 
 from oobleck.core.ids import JobId
 from oobleck.host.detection import Detection
-from oobleck.host.ipc.own_master import OwnMaster, find
+from oobleck.host.ipc.endpoint import OwnMaster, find_own_master
 from oobleck.host.system.environment import Environment
 from oobleck.host.system.process import end_signals
 from oobleck.master.config import MasterConfig
@@ -244,7 +244,7 @@ def test_a_name_that_another_user_has_taken_is_told(
             listen=address, state_dir=tmp_path, timing=Detection(), pki=tmp_path / "pki"
         )
         with announce(config, address), announce(config, address):
-            assert find(address) == OwnMaster(pki=tmp_path / "pki", private=True)
+            assert find_own_master(address) == OwnMaster(pki=tmp_path / "pki", private=True)
     (told,) = caplog.records
     assert told.getMessage() == "your own commands do not find this master's credentials"
 

@@ -3,7 +3,7 @@
 import pytest
 
 from oobleck.core.ids import Incarnation, JobId, NodeName
-from oobleck.host.metrics.families import Family
+from oobleck.host.metrics import Family
 from oobleck.master.api.interceptor import Calls
 from oobleck.master.events.jobs import JobCancelled, PlanMade
 from oobleck.master.events.nodes import NodeLost

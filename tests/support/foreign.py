@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from oobleck.core.job.families import decode_config
 from oobleck.core.job.model import ModelSpec
-from oobleck.host.storage.exported import foreign_name
+from oobleck.host.storage.export import foreign_name
 from oobleck.worker.models.base import Layer
 from oobleck.worker.models.registry import tied_parameter
 from support.families import family_model

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from oobleck.agent import metrics as of_agent
-from oobleck.host.metrics.families import Family
+from oobleck.host.metrics import Family
 from oobleck.master import metrics as of_master
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from oobleck.host.gpu.sample import Sample
-from oobleck.host.gpu.users import READER
+from oobleck.host.gpu.sample import READER, Sample
 
 LIBRARY = "libnvidia-ml.so.1"
 

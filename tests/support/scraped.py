@@ -6,7 +6,7 @@ from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from oobleck.host.metrics.families import Family
+from oobleck.host.metrics import Family
 
 _SERVED = re.compile(r"metrics are served address=(\S+)")
 

@@ -14,7 +14,7 @@ from oobleck.agent.connection.enrol import Holder
 from oobleck.core.ids import NodeName, WorkerId
 from oobleck.core.messages import FaultRule
 from oobleck.host import log
-from oobleck.host.gpu.choice import Gpu
+from oobleck.host.gpu.devices import Gpu
 
 if __name__ == "__main__":
     master, name, workers = sys.argv[1:]

@@ -26,8 +26,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from oobleck.core.job.spec import DataSpec
-from oobleck.host.data.documents import is_plain
-from oobleck.host.data.token_file import (
+from oobleck.host.display import inline
+from oobleck.host.system.files import open_regular
+from oobleck.host.token_file import (
     DataError,
     TokenFileInfo,
     TokenWriter,
@@ -36,10 +37,7 @@ from oobleck.host.data.token_file import (
     read_info,
     type_of,
 )
-from oobleck.host.data.tokenise import tokenise
-from oobleck.host.data.tokenizer import Tokenizer, load_tokenizer
-from oobleck.host.display import inline
-from oobleck.host.system.files import open_regular
+from oobleck.host.tokenise import Tokenizer, is_plain, load_tokenizer, tokenise
 from oobleck.worker.data.objective import Order
 
 Ids = NDArray[np.unsignedinteger]

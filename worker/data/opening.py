@@ -13,7 +13,7 @@ import torch
 
 from oobleck.core.job.model import ModelSpec, OwnModelSpec
 from oobleck.core.job.spec import DataSpec, EvaluationSpec, JobSpec, TrainingSpec
-from oobleck.host.data.token_file import DataError
+from oobleck.host.token_file import DataError
 from oobleck.worker.data.dataset import Dataset, Tokens, row_digest
 from oobleck.worker.data.objective import inputs_and_targets
 from oobleck.worker.data.own import Loaders, OwnDataset

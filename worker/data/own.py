@@ -24,9 +24,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from oobleck.core.job.code import Code
-from oobleck.host.data.token_file import DataError
 from oobleck.host.ipc.marker import Marker
 from oobleck.host.system.process import die_with_parent, leave_ending_to_agent
+from oobleck.host.token_file import DataError
 from oobleck.worker.data.objective import Order
 from oobleck.worker.data.samples import Reader, Samples, joined
 from oobleck.worker.models.tree import flatten, structure, unflatten

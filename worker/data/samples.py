@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from oobleck.core.job.code import Code
 from oobleck.core.job.description import ITEM_BYTES
-from oobleck.host.data.token_file import DataError
+from oobleck.host.token_file import DataError
 from oobleck.model import drawing
 from oobleck.worker.models.tree import flatten, map_tensors, shown, structure, unflatten
 from oobleck.worker.runtime import code

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from oobleck.core.job.families import family_of
 from oobleck.core.job.model import AnyModel, ModelSpec, OwnModelSpec
-from oobleck.host.storage.exported import foreign_name
+from oobleck.host.storage.export import foreign_name
 from oobleck.host.storage.weight_files import (
     StoredTensor,
     WeightFiles,

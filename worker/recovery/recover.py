@@ -18,7 +18,7 @@ from oobleck.core.ids import Generation, WorkerId
 from oobleck.core.messages import Assign, Committed, Evaluated, Handed, PhaseReached, Restored
 from oobleck.core.plan import Plan
 from oobleck.core.routes import Shard
-from oobleck.host.data.token_file import DataError
+from oobleck.host.token_file import DataError
 from oobleck.worker.checkpoint.restore import restore
 from oobleck.worker.context import WorkerContext
 from oobleck.worker.membership import handover_members

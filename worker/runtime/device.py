@@ -18,7 +18,7 @@ import msgspec
 import torch
 
 from oobleck.core.messages import Launch
-from oobleck.host.gpu.choice import Gpu, GpuReport
+from oobleck.host.gpu.devices import Gpu, GpuReport
 from oobleck.host.timeline import boot_id
 from oobleck.planner.profile.memory import allocator_share, strangers_bytes
 from oobleck.worker.runtime.errors import NodeError

@@ -16,7 +16,7 @@ from oobleck.core.codec import decode, encode
 from oobleck.core.ids import WorkerId
 from oobleck.core.job.spec import TransportName
 from oobleck.core.messages import Launch
-from oobleck.host.device import SHARED
+from oobleck.host.gpu.devices import SHARED
 from oobleck.planner.programs.communicators import (
     MOST_COMMUNICATORS,
     NO_WIRING,

@@ -13,7 +13,7 @@ from oobleck.agent.processes.pool import ProcessPool
 from oobleck.agent.wheels import WheelCache
 from oobleck.core.ids import Incarnation, JobId, NodeName
 from oobleck.core.messages import Launch
-from oobleck.host.gpu.choice import Gpu
+from oobleck.host.gpu.devices import Gpu
 from oobleck.host.system.environment import Environment
 from support import loops
 from support.scripted_master import job

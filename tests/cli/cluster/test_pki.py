@@ -17,7 +17,7 @@ import yaml
 
 from oobleck.host.security import pki
 from oobleck.host.security.credentials import read_credentials
-from oobleck.host.security.join_token import format_token, read_token
+from oobleck.host.security.pki import format_token, read_token
 from support.commands import end, refused, run
 from support.secured import Secured
 

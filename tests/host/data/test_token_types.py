@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from oobleck.host.data.token_file import DataError, Dtype, look_through
+from oobleck.host.token_file import DataError, Dtype, look_through
 
 #: Vocabularies from a few letters to that of a large model.
 VOCABULARIES = (40, 300, 50_257, 128_256, 262_144)

@@ -13,10 +13,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from oobleck.host.data.documents import PIECE_BYTES, read_documents
-from oobleck.host.data.token_file import DataError, TokenWriter, info_path, read_info
-from oobleck.host.data.tokenise import tokenise
-from oobleck.host.data.tokenizer import ByteTokenizer, FileTokenizer, load_tokenizer
+from oobleck.host.token_file import DataError, TokenWriter, info_path, read_info
+from oobleck.host.tokenise import (
+    PIECE_BYTES,
+    ByteTokenizer,
+    FileTokenizer,
+    load_tokenizer,
+    read_documents,
+    tokenise,
+)
 from support.tokenizers import train_tokenizer
 
 TEXT = "".join(f"Line {n} of an ordinary text, with words and 1{n} numbers.\n" for n in range(300))

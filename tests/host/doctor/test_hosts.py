@@ -7,9 +7,8 @@ from oobleck.core.orders import About
 from oobleck.host.doctor import gpus, network, system
 from oobleck.host.doctor.network import Interface, Network, nccl_choice
 from oobleck.host.doctor.system import System
-from oobleck.host.gpu.kernel_log import xids
-from oobleck.host.gpu.peers import Peers
-from oobleck.host.gpu.sample import GpuSample, Sample, Xid
+from oobleck.host.gpu.nvml import Peers
+from oobleck.host.gpu.sample import GpuSample, Sample, Xid, xids
 
 GIB = 1 << 30
 LOOPBACK = Interface(name="lo", addresses=("127.0.0.1",), mtu=65536)

@@ -7,7 +7,7 @@ import pytest
 
 from oobleck.core.finding import Finding
 from oobleck.core.orders import Looked, Seen, Way
-from oobleck.host.doctor import rounds, together, ways
+from oobleck.host.doctor import together, ways
 from oobleck.host.versions import Versions
 
 NODES = ("n1", "n2", "n3", "n4")
@@ -156,10 +156,10 @@ def test_folders_that_are_not_shared() -> None:
     assert of(n1="n1 n2 n9", n2="n1 n2") == []
 
 
-@pytest.mark.parametrize("count", range(2, rounds.ALL_UP_TO + 1))
+@pytest.mark.parametrize("count", range(2, ways.ALL_UP_TO + 1))
 def test_of_few_nodes_all_pairs_come_once(count: int) -> None:
     names = [f"n{number}" for number in range(count)]
-    found = rounds.rounds(names)
+    found = ways.rounds(names)
     pairs = [pair for one in found for pair in one]
     assert sorted(pairs) == sorted(itertools.combinations(sorted(names), 2))
     for one in found:
@@ -170,7 +170,7 @@ def test_of_few_nodes_all_pairs_come_once(count: int) -> None:
 @pytest.mark.parametrize("count", [17, 40, 101, 1000])
 def test_of_many_nodes_each_has_its_neighbours_and_some_others(count: int) -> None:
     names = sorted(f"n{number}" for number in range(count))
-    found = rounds.rounds(names)
+    found = ways.rounds(names)
     assert len(found) <= 7
     for one in found:
         ends = [name for pair in one for name in pair]
@@ -186,4 +186,4 @@ def test_of_many_nodes_each_has_its_neighbours_and_some_others(count: int) -> No
 
 
 def test_no_pair_of_one() -> None:
-    assert rounds.rounds(["n1"]) == []
+    assert ways.rounds(["n1"]) == []

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from oobleck.host.gpu.choice import (
+from oobleck.host.gpu.devices import (
     Gpu,
     check_distinct,
     chosen_gpus,

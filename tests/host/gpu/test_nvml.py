@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from oobleck.host.gpu.choice import Gpu
-from oobleck.host.gpu.sample import GpuProcess, GpuSample, Sample, Xid
-from oobleck.host.gpu.users import check_unused, read_sample
+from oobleck.host.gpu.devices import Gpu
+from oobleck.host.gpu.sample import GpuProcess, GpuSample, Sample, Xid, check_unused, read_sample
 from support.folders import SUPPORT
 from support.nvml import LIBRARY, watch
 

@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 from typing import Any
 
-from oobleck.host.gpu.peers import Peers, ask, read_peers
+from oobleck.host.gpu.nvml import Peers, ask_peers, read_peers
 
 BUSES = (b"00000000:3B:00.0", b"00000000:B3:00.0", b"00000000:D8:00.0")
 
@@ -37,11 +37,11 @@ def nvml(statuses: dict[frozenset[int], int], ecc: dict[int, int]) -> Any:
 
 
 def test_gpus_that_reach_each_other() -> None:
-    assert ask(nvml({}, {0: 1})) == Peers()
+    assert ask_peers(nvml({}, {0: 1})) == Peers()
 
 
 def test_gpus_that_do_not_and_one_without_ecc() -> None:
-    found = ask(nvml({frozenset((0, 1)): 4}, {0: 0, 1: 1}))
+    found = ask_peers(nvml({frozenset((0, 1)): 4}, {0: 0, 1: 1}))
     why = "a setting of the driver forbids it"
     assert found.apart == (("0000:3b:00.0", "0000:b3:00.0", why),)
     assert found.without_ecc == ("0000:3b:00.0",)

@@ -15,9 +15,8 @@ import pytest
 
 from oobleck.agent.connection.enrol import choose_way
 from oobleck.cli.cluster.authority import have_issued, issue, make_authority
-from oobleck.host.ipc.endpoint import choose_endpoint
-from oobleck.host.ipc.own_master import OwnMaster, announced, find
-from oobleck.host.security import issue as signing
+from oobleck.host.ipc.endpoint import OwnMaster, announced, choose_endpoint, find_own_master
+from oobleck.host.security import credential_folder as signing
 from oobleck.host.security import pki
 from oobleck.host.security.credentials import read_credentials
 from support.waiting import PATIENCE_S
@@ -42,19 +41,25 @@ def here(port: int) -> str:
 
 def test_a_master_is_found_by_what_leads_to_it_as_long_as_it_lives(port: int, here: str) -> None:
     with announced(here, OWN):
-        assert find(here) == OWN
-        assert find(f"localhost:{port}") == OWN
-        assert [find(other) for other in ("127.0.0.1:1", f"127.0.0.2:{port}")] == [None, None]
+        assert find_own_master(here) == OWN
+        assert find_own_master(f"localhost:{port}") == OWN
+        assert [find_own_master(other) for other in ("127.0.0.1:1", f"127.0.0.2:{port}")] == [
+            None,
+            None,
+        ]
         with pytest.raises(OSError, match="in use"), announced(here, OWN):
             pass
-        assert find(here) == OWN, "whom the other one has not taken away"
-    assert find(here) is None
+        assert find_own_master(here) == OWN, "whom the other one has not taken away"
+    assert find_own_master(here) is None
     everywhere = OwnMaster(pki=Path("/else\udcff"), private=False)
     with announced(f"0.0.0.0:{port}", everywhere):
-        assert (find(here), find(f"127.0.0.3:{port}")) == (everywhere, everywhere)
-        assert find(f"192.0.2.1:{port}") is None, "which is not this host"
+        assert (find_own_master(here), find_own_master(f"127.0.0.3:{port}")) == (
+            everywhere,
+            everywhere,
+        )
+        assert find_own_master(f"192.0.2.1:{port}") is None, "which is not this host"
     with announced(f"[::1]:{port}", OWN):
-        assert (find(f"[::1]:{port}"), find(here)) == (OWN, None)
+        assert (find_own_master(f"[::1]:{port}"), find_own_master(here)) == (OWN, None)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
@@ -72,7 +77,7 @@ def test_whoever_else_takes_the_name_is_not_believed(here: str) -> None:
     ) as squatter:
         assert squatter.stdout is not None
         assert squatter.stdout.readline() == b"taken\n"
-        assert find(here) is None
+        assert find_own_master(here) is None
         assert choose_endpoint(here, None, insecure=False).credentials is None
         squatter.communicate(timeout=PATIENCE_S)
 
@@ -147,8 +152,8 @@ def test_what_leads_to_it_is_known_by_its_certificate(tmp_path: Path) -> None:
         shown = showing.submit(show)
         port = listening.getsockname()[1]
         with announced(f"127.0.0.8:{port}", other):
-            assert find(f"127.0.0.1:{port}") is None
+            assert find_own_master(f"127.0.0.1:{port}") is None
             with announced(f"127.0.0.9:{port}", mine):
-                assert find(f"127.0.0.1:{port}") == mine
+                assert find_own_master(f"127.0.0.1:{port}") == mine
         listening.shutdown(socket.SHUT_RDWR)
         shown.result(PATIENCE_S)

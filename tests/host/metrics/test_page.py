@@ -9,8 +9,15 @@ import pytest
 from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
-from oobleck.host.metrics.families import Durations, Family, Reading, single
-from oobleck.host.metrics.page import MOST_CONNECTIONS, MetricsPage, bind
+from oobleck.host.metrics import (
+    MOST_CONNECTIONS,
+    Durations,
+    Family,
+    MetricsPage,
+    Reading,
+    bind,
+    single,
+)
 from support import loops
 
 GAUGE = Family("gauge", "probe_bytes", "Some bytes.", ("name",))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from oobleck.host.system.home import below_home
+from oobleck.host.system.files import below_home
 
 #: A command in a process whose user is in no list of users.
 _HOMELESS = """

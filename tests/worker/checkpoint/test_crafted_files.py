@@ -31,9 +31,6 @@ from oobleck.core.job.file import parse_job
 from oobleck.core.job.model import ModelSpec
 from oobleck.core.job.optimization import OptimizerSpec
 from oobleck.core.job.spec import DataSpec, TrainingSpec
-from oobleck.host.data.documents import read_documents
-from oobleck.host.data.token_file import DataError, TokenFileInfo, TokenWriter, info_path, read_info
-from oobleck.host.data.tokenizer import load_tokenizer
 from oobleck.host.security.credentials import read_file, read_secret
 from oobleck.host.storage.checkpoints import (
     list_checkpoints,
@@ -43,6 +40,8 @@ from oobleck.host.storage.checkpoints import (
 )
 from oobleck.host.storage.folder import LocalFolder, bounded_names
 from oobleck.host.storage.weight_files import WeightsError, open_weights
+from oobleck.host.token_file import DataError, TokenFileInfo, TokenWriter, info_path, read_info
+from oobleck.host.tokenise import load_tokenizer, read_documents
 from oobleck.master.storage.ledger import read_profiles
 from oobleck.worker.data.dataset import Corpus
 from oobleck.worker.runtime.records import describe_file, read_lines

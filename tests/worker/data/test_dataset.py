@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from oobleck.core.job.spec import DataSpec
-from oobleck.host.data.token_file import DataError
 from oobleck.host.ipc.channel import frame
+from oobleck.host.token_file import DataError
 from oobleck.worker.data.dataset import Corpus, Dataset, row_digest, samples_digest
 from oobleck.worker.data.objective import permute
 

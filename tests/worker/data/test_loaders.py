@@ -19,7 +19,7 @@ import torch
 from oobleck.core.codec import decode
 from oobleck.core.job.code import NO_ARGUMENTS, Code, Json
 from oobleck.core.job.spec import DataSpec, EvaluationSpec, JobSpec, TrainingSpec
-from oobleck.host.data.token_file import DataError
+from oobleck.host.token_file import DataError
 from oobleck.worker.data.opening import Prefetcher, start_loaders
 from oobleck.worker.data.own import Loaders, OwnDataset
 from oobleck.worker.data.samples import Samples

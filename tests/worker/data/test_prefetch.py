@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from oobleck.core.job.spec import DataSpec, TrainingSpec
-from oobleck.host.data.token_file import DataError
+from oobleck.host.token_file import DataError
 from oobleck.worker.data.dataset import Dataset, row_digest
 from oobleck.worker.data.opening import Prefetcher
 

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import default_collate
 
 from oobleck.core.job.code import Code, Json
-from oobleck.host.data.token_file import DataError
+from oobleck.host.token_file import DataError
 from oobleck.worker.data.own import Loaders, OwnDataset
 from oobleck.worker.data.samples import Samples
 from oobleck.worker.describe import check_data

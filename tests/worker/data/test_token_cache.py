@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from oobleck.core.job.spec import DataSpec
-from oobleck.host.data.token_file import DataError
+from oobleck.host.token_file import DataError
 from oobleck.worker.data.dataset import Corpus
 from support.tokenizers import train_tokenizer
 

@@ -9,7 +9,7 @@ import transformers
 from safetensors.numpy import save_file
 
 from oobleck.core.job.model import ModelSpec
-from oobleck.host.storage.exported import hugging_face_config, to_hugging_face
+from oobleck.host.storage.export import hugging_face_config, to_hugging_face
 from oobleck.worker.models.registry import build_layer, initialise_parameters
 from oobleck.worker.runtime.random import RowKeys
 from support import foreign

@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch._C._distributed_c10d import AllreduceOptions
 
-from oobleck.host.device import worker_environment
+from oobleck.host.gpu.devices import worker_environment
 from oobleck.planner.programs.communicators import Name, wiring_of
 from oobleck.planner.programs.transfer import Transfer
 from oobleck.worker.runtime.errors import TransportError
