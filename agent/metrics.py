@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import psutil
 
-from oobleck.agent.health import GpuHealth
+from oobleck.agent.gpus import GpuHealth
 from oobleck.agent.state import NodeState
 from oobleck.agent.worker import WorkerState
 from oobleck.core.ids import NodeName

@@ -30,7 +30,7 @@ from oobleck.agent.events import (
     WorkerExited,
     WorkerSaid,
 )
-from oobleck.agent.health import GpuHealth
+from oobleck.agent.gpus import GpuHealth
 from oobleck.agent.worker import WorkerState
 from oobleck.core.ids import Incarnation, NodeName, WorkerId
 from oobleck.core.messages import Acknowledged, Committed, Failed, FaultRule, Ready

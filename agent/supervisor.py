@@ -39,7 +39,7 @@ from oobleck.agent.events import (
     WorkerForked,
     WorkerSaid,
 )
-from oobleck.agent.health import GpuHealth
+from oobleck.agent.gpus import GpuHealth
 from oobleck.agent.processes.children import How, WarmProcess, WorkerProcess
 from oobleck.agent.processes.pool import ProcessPool, StartWarmProcess, StartWorker
 from oobleck.agent.reconcile import decide

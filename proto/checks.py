@@ -1,14 +1,56 @@
-"""Checks of single fields that several readers of messages need.
+"""Fields of messages: checks that several readers need, and copies to and from Structs.
 
-Each raises ValueError that begins with the field's name. Must not know messages.
+A check raises ValueError that begins with the field's name. Fields with the same name in a Struct
+and a message are copied; callers give those of another kind (messages in a message, empty for
+None). Must not know the meaning of fields.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any, TypeVar
+
+import msgspec
+from google.protobuf.descriptor import Descriptor
+from google.protobuf.message import Message
 
 from oobleck.core.ids import Incarnation, JobId, check_name
 from oobleck.proto.bounds import MOST_CHARACTERS, MOST_SLOTS
+
+# ---- copies
+
+
+S = TypeVar("S", bound=msgspec.Struct)
+M = TypeVar("M", bound=Message)
+
+
+@lru_cache(maxsize=64)
+def _shared(kind: type[msgspec.Struct], message: Descriptor) -> Iterable[tuple[str, bool]]:
+    """Return the names of shared fields, and whether the message can lack the field."""
+    both = [name for name in kind.__struct_fields__ if name in message.fields_by_name]
+    found = [message.fields_by_name[name] for name in both]
+    return tuple((field.name, field.has_presence) for field in found if field.message_type is None)
+
+
+def message_of(kind: type[M], value: msgspec.Struct, **others: Any) -> M:
+    """Convert a Struct to a message. `others`: fields that are not plain copies of those of
+    `value`.
+    """
+    names = _shared(type(value), kind.DESCRIPTOR)
+    return kind(**{**{name: getattr(value, name) for name, _ in names}, **others})
+
+
+def struct_of(kind: type[S], message: Message, **others: Any) -> S:
+    """Convert a message to a Struct. `others`: fields that are not plain copies of those of
+    `message`.
+    """
+    found = {
+        name: None if may_lack and not message.HasField(name) else getattr(message, name)
+        for name, may_lack in _shared(kind, message.DESCRIPTOR)
+    }
+    return kind(**{**found, **others})
+
 
 _INCARNATION = re.compile(r"[0-9a-f]{4,64}")
 _IDENTITY = re.compile(r"[0-9a-f]{32}")

@@ -6,8 +6,8 @@ from dataclasses import fields
 from oobleck.host.address import split_addresses
 from oobleck.host.detection import Detection
 from oobleck.proto import control_pb2 as pb
+from oobleck.proto.assignments import head_message, head_of
 from oobleck.proto.checks import in_field
-from oobleck.proto.heads import head_message, head_of
 from oobleck.proto.protocol import NEWEST, OLDEST, span
 from oobleck.proto.types import Head
 

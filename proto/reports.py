@@ -1,13 +1,29 @@
-"""Conversion of workers' reports to JSON text and back. Most are too short to be compressed."""
+"""Conversion of workers' reports, records and lines of output to messages and back.
 
+Reports are JSON text. Most are too short to be compressed.
+"""
+
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from oobleck.core.codec import decode, encode
+from oobleck.core.ids import Generation, JobId
+from oobleck.core.messages import StepRecord
 from oobleck.core.units import head
+from oobleck.proto import control_pb2 as pb
 from oobleck.proto.bounds import check_bounds
-from oobleck.proto.checks import ending, in_field, read_incarnation, read_job_id, read_slot
+from oobleck.proto.checks import (
+    at_least,
+    ending,
+    in_field,
+    message_of,
+    read_incarnation,
+    read_job_id,
+    read_slot,
+    struct_of,
+)
 from oobleck.proto.types import WorkerReport
 
 #: Texts for people, of which the beginning matters most. A path is not cut, since it would name
@@ -48,3 +64,47 @@ def read_report(data: bytes) -> WorkerReport:
         read_slot(report.slot)
         read_incarnation(report.incarnation)
         return report
+
+
+# ---- records and lines of output
+
+
+_MADE_HERE = Generation(0)
+
+
+def records_message(
+    job_id: JobId, records: Sequence[StepRecord], restored_in: Generation = _MADE_HERE
+) -> pb.StepRecords:
+    return pb.StepRecords(
+        job_id=job_id,
+        records=[message_of(pb.StepRecord, record) for record in records],
+        restored_in=restored_in,
+    )
+
+
+def _read_record(message: pb.StepRecord) -> StepRecord:
+    with in_field("record"):
+        at_least(message.step, 1, "step")
+        return struct_of(StepRecord, message)
+
+
+def read_records(message: pb.StepRecords) -> tuple[JobId, tuple[StepRecord, ...], Generation]:
+    """Return the job, the records, and the generation that found them beside a checkpoint. Raises
+    ValueError that names the field."""
+    with in_field("records"):
+        records = tuple(map(_read_record, message.records))
+        return read_job_id(message.job_id), records, Generation(message.restored_in)
+
+
+def dropped_line(count: int) -> str:
+    """Return the line that replaces so many dropped lines of output."""
+    return f"[{count} lines were dropped here: too many at once]"
+
+
+def read_output(message: pb.LogLines) -> tuple[JobId, int, tuple[str, ...]]:
+    """Read job, slot and lines of a worker's output; a gap is reported in a line of its own."""
+    with in_field("log"):
+        lines = tuple(message.lines)
+        if message.dropped:
+            lines = (dropped_line(message.dropped), *lines)
+        return read_job_id(message.job_id), read_slot(message.slot), lines

@@ -4,20 +4,20 @@ from oobleck.core.ids import Generation, check_name
 from oobleck.core.units import head
 from oobleck.host.versions import Versions
 from oobleck.proto import control_pb2 as pb
-from oobleck.proto.assignments import assignment_message, read_assignment
+from oobleck.proto.assignments import assignment_message, head_message, read_assignment, read_head
 from oobleck.proto.bounds import MOST_SLOTS
 from oobleck.proto.checks import (
     at_least,
     check_slot,
     in_field,
+    message_of,
     one_of,
     read_card,
     read_incarnation,
     read_job_id,
     read_slot,
+    struct_of,
 )
-from oobleck.proto.fields import message_of, struct_of
-from oobleck.proto.heads import head_message, read_head
 from oobleck.proto.protocol import common, refusal
 from oobleck.proto.types import (
     Assignment,

@@ -29,8 +29,7 @@ from oobleck.host.timeline import boot_id
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto.bounds import check_bounds
 from oobleck.proto.examinations import examined_message
-from oobleck.proto.records import read_records, records_message
-from oobleck.proto.reports import read_report, report_bytes
+from oobleck.proto.reports import read_records, read_report, records_message, report_bytes
 from oobleck.proto.status import status_message
 from oobleck.proto.types import NodeStatus, WorkerReport
 

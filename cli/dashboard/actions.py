@@ -18,11 +18,12 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from oobleck.cli.client import MasterClient
-from oobleck.cli.dashboard.hub import Calls, Problem
+from oobleck.cli.dashboard.hub import Calls
+from oobleck.cli.dashboard.parts import Problem
 from oobleck.cli.dashboard.sessions import Session
 from oobleck.cli.dashboard.web import Web, redirect
 from oobleck.cli.output.text import ENDED
-from oobleck.cli.view.state import plan_rows
+from oobleck.cli.view.state import plan_map
 from oobleck.core.codec import encode
 from oobleck.host.system.process import with_parent
 from oobleck.planner.report.planning import Planning
@@ -221,8 +222,10 @@ class PlanPage:
             spare=sorted(set(planning.nodes) - set(planning.plan.nodes)),
             lost=lost,
             found=found,
-            before=_map(plan_message(planning.plan), nodes),
-            after=_map(found.plan, nodes) if found is not None and found.plan is not None else None,
+            before=plan_map(plan_message(planning.plan), nodes),
+            after=plan_map(found.plan, nodes)
+            if found is not None and found.plan is not None
+            else None,
         )
 
     async def _ask(self, request: Request, planning: Planning, lost: Sequence[str]) -> Found:
@@ -255,14 +258,3 @@ class PlanPage:
         if "refused" in data:
             raise Problem(409, data["refused"], "No such question")
         return Found(data=data, plan=pb.Plan.FromString(plan) if plan else None)
-
-
-def _map(plan: pb.Plan, nodes: Sequence[pb.NodeInfo]) -> Mapping[str, object]:
-    rows = plan_rows(plan, nodes)
-    through = [row.places for row in rows if row.is_through]
-    return {
-        "rows": rows,
-        "layers": through[0][-1].last_layer + 1 if through else 0,
-        "generation": plan.generation,
-        "schedule": plan.schedule,
-    }

@@ -26,13 +26,12 @@ from starlette.staticfiles import StaticFiles
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from oobleck.cli.dashboard.actions import Actions, PlanPage
-from oobleck.cli.dashboard.hub import Hub, Problem, until
+from oobleck.cli.dashboard.hub import Hub, until
 from oobleck.cli.dashboard.incident import IncidentPage
 from oobleck.cli.dashboard.pages import ClusterPage, JobPage, LogsPage
-from oobleck.cli.dashboard.parts import MOST_STREAMS, Rendering, Streams
+from oobleck.cli.dashboard.parts import MOST_STREAMS, Problem, Rendering, Streams
 from oobleck.cli.dashboard.sessions import Session, Sessions
-from oobleck.cli.dashboard.site import Page, Site
-from oobleck.cli.dashboard.web import Guard, SessionPath, Web
+from oobleck.cli.dashboard.web import Guard, Page, SessionPath, Site, Web
 from oobleck.cli.view.feeds import Connect
 
 _STATIC = Path(__file__).parent / "static"

@@ -12,21 +12,11 @@ from typing import TypeVar
 from starlette.requests import Request
 
 from oobleck.cli.client import MasterClient
+from oobleck.cli.dashboard.parts import Problem
 from oobleck.cli.jobs.follow import log_time
 from oobleck.cli.view.feeds import ClusterFeed, Connect, JobFeed, LogFeed, Snapshot
 from oobleck.host.command import DENIED, NO_SUCH_THING, UNREACHABLE, USAGE, CommandFailed
 from oobleck.proto import control_pb2 as pb
-
-
-class Problem(Exception):
-    """Error with a text of one line that gives the reason."""
-
-    def __init__(self, status: int, told: str, heading: str = "") -> None:
-        """Make the error. `status`: HTTP status."""
-        super().__init__(told)
-        self.status = status
-        self.heading = heading
-
 
 #: Time after the last look at which a feed is closed.
 IDLE_S = 30.0
@@ -40,10 +30,6 @@ _PATIENCE_S = 3.0
 _POLL_S = 0.02
 
 F = TypeVar("F", JobFeed, LogFeed)
-
-
-class TooMany(Exception):
-    """Error of a request that exceeds MOST_FEEDS jobs."""
 
 
 async def until(condition: Callable[[], bool], patience_s: float) -> None:
@@ -84,12 +70,12 @@ class Hub:
         return feed.snapshot
 
     def job(self, status: pb.JobStatus) -> JobFeed:
-        """Return the job's feed. Raise TooMany."""
+        """Return the job's feed. Raise Problem."""
         name = status.job_id
         return _found(self._jobs, name, lambda: JobFeed(self._connect, name, status.committed_step))
 
     def logs(self, status: pb.JobStatus) -> LogFeed:
-        """Return the feed of the job's output. Raise TooMany."""
+        """Return the feed of the job's output. Raise Problem."""
         name = status.job_id
         return _found(self._logs, name, lambda: LogFeed(self._connect, name, _since(status)))
 
@@ -104,7 +90,8 @@ class Hub:
 def _found(feeds: dict[str, F], name: str, make: Callable[[], F]) -> F:
     if name not in feeds:
         if len(feeds) >= MOST_FEEDS:
-            raise TooMany(f"pages of {MOST_FEEDS} jobs are open already; close some of them")
+            told = f"pages of {MOST_FEEDS} jobs are open already; close some of them"
+            raise Problem(503, told, "Too many pages")
         feeds[name] = make()
     feeds[name].touched = time.monotonic()
     return feeds[name]

@@ -4,11 +4,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from oobleck.cli.dashboard.hub import Problem
 from oobleck.cli.dashboard.pages import JobBased
-from oobleck.cli.dashboard.parts import Part
+from oobleck.cli.dashboard.parts import Part, Problem
 from oobleck.cli.dashboard.sessions import Session
-from oobleck.cli.dashboard.site import Site
+from oobleck.cli.dashboard.web import Site
 from oobleck.cli.output.events import facts, how_it_ended, sentence
 from oobleck.cli.view.state import open_incident
 from oobleck.core.units import count

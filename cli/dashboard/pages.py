@@ -1,23 +1,49 @@
 """Pages that stay up to date: Cluster, Job and Logs. Each lists its current parts."""
 
+import time
 from bisect import bisect_right
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from oobleck.cli.dashboard.chart import Mark, chart
-from oobleck.cli.dashboard.hub import Problem, TooMany
-from oobleck.cli.dashboard.parts import Part
+from oobleck.cli.dashboard.parts import Part, Problem
 from oobleck.cli.dashboard.sessions import Session
-from oobleck.cli.dashboard.site import ClusterBased, Site, now
+from oobleck.cli.dashboard.web import Site
 from oobleck.cli.output import text
 from oobleck.cli.output.events import sentence
 from oobleck.cli.output.table import tone
 from oobleck.cli.view.feeds import JobFeed, JobHistory, Line, LogFeed
 from oobleck.cli.view.series import Point
-from oobleck.cli.view.state import NodeRow, cluster, job_row, loss, open_incident, plan_rows
+from oobleck.cli.view.state import NodeRow, cluster, job_row, loss, open_incident, plan_map
 from oobleck.core.units import count
 from oobleck.proto import control_pb2 as pb
+
+
+class ClusterBased:
+    """Page that depends at least on the cluster's state."""
+
+    template = ""
+    title = ""
+    active = ""
+
+    def __init__(self, site: Site, session: Session) -> None:
+        self.site = site
+        self.role = session.role
+        self.key: Hashable = (type(self).__name__, self.role)
+
+    def touch(self) -> None:
+        self.site.hub.cluster.touch()
+
+    def version(self) -> Hashable:
+        return self.site.hub.cluster.version
+
+    def is_ready(self) -> bool:
+        return True
+
+    def part(self, id: str, **values: object) -> Part:
+        return self.site.templates.part(id, f"parts/{id}.html", **values)
+
 
 # ---- page Cluster: nodes, jobs, rates, and how many nodes may still be lost
 
@@ -88,10 +114,7 @@ class JobBased(ClusterBased):
     @property
     def feed(self) -> JobFeed:
         """Feed of the job's steps and events. Raises Problem."""
-        try:
-            return self.site.hub.job(self.status())
-        except TooMany as error:
-            raise Problem(503, str(error), "Too many pages") from error
+        return self.site.hub.job(self.status())
 
     def touch(self) -> None:
         super().touch()
@@ -115,11 +138,9 @@ class JobPage(JobBased):
 
     def parts(self) -> Sequence[Part]:
         job = self.status()
-        history = self.feed.history(job.finished_at or now())
+        history = self.feed.history(job.finished_at or time.time())
         nodes = self.site.snapshot().nodes
         goes_on = job.HasField("plan") and job.state not in text.ENDED
-        rows = plan_rows(job.plan, nodes) if job.HasField("plan") else ()
-        through = [row.places for row in rows if row.is_through]
         first = history.points[0].first if history.points else 1
         return [
             self.part(
@@ -132,13 +153,7 @@ class JobPage(JobBased):
                 since=f"step {first}" if history.points else "",
             ),
             self._charts(job, history),
-            self.part(
-                "map",
-                rows=rows,
-                layers=through[0][-1].last_layer + 1 if through else 0,
-                generation=job.plan.generation,
-                schedule=job.plan.schedule,
-            ),
+            self.part("map", **plan_map(job.plan, nodes)),
             self.part(
                 "incidents",
                 job_id=self.job_id,
@@ -224,10 +239,7 @@ class LogsPage(JobBased):
     @property
     def logs(self) -> LogFeed:
         """Feed of the job's output. Raises Problem."""
-        try:
-            return self.site.hub.logs(self.status())
-        except TooMany as error:
-            raise Problem(503, str(error), "Too many pages") from error
+        return self.site.hub.logs(self.status())
 
     @property
     def nodes(self) -> list[str]:

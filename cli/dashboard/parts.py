@@ -17,11 +17,21 @@ from typing import Any, Literal
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from oobleck.cli.dashboard import chart
-from oobleck.cli.dashboard.hub import Problem
 from oobleck.cli.output import text
 from oobleck.cli.output.events import clock
 from oobleck.core.units import count, format_bytes
 from oobleck.host.display import inline
+
+
+class Problem(Exception):
+    """Error with a text of one line that gives the reason."""
+
+    def __init__(self, status: int, told: str, heading: str = "") -> None:
+        """Make the error. `status`: HTTP status."""
+        super().__init__(told)
+        self.status = status
+        self.heading = heading
+
 
 #: Most renderings kept, which browsers may have, and most characters of them. One of 1,000 nodes
 #: has half a million, and changes every second.

@@ -1,12 +1,21 @@
-"""Requests and answers: checks of names and sizes, sessions, forms, the frame of pages and errors.
+"""Requests and answers: the site, checks of requests, sessions, forms, the frame of pages.
 
 Must not know the pages.
 """
 
 import re
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
-from typing import Any
+from collections.abc import (
+    Awaitable,
+    Callable,
+    Hashable,
+    Iterable,
+    Mapping,
+    MutableMapping,
+    Sequence,
+)
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 from urllib.parse import parse_qsl, urlencode
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -14,10 +23,86 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
-from oobleck.cli.dashboard.hub import Problem
-from oobleck.cli.dashboard.sessions import BadToken, Session
-from oobleck.cli.dashboard.site import Site
+from oobleck.cli.dashboard.hub import Hub
+from oobleck.cli.dashboard.parts import (
+    Part,
+    Problem,
+    Rendering,
+    Renderings,
+    Streams,
+    Templates,
+    rendering,
+)
+from oobleck.cli.dashboard.sessions import BadToken, Session, Sessions
+from oobleck.cli.view.feeds import Connect, Snapshot
 from oobleck.host.address import is_loopback, is_number, own_hostname, without_port
+
+# ---- site: the state that all pages share, and the protocol of a live page
+
+
+class Page(Protocol):
+    """Page that stays up to date while it is open."""
+
+    #: Identifies everything that the page depends on and that is fixed while it is open.
+    key: Hashable
+    title: str
+    template: str
+    #: Name of its entry in the navigation.
+    active: str
+
+    def version(self) -> Hashable:
+        """Return a value that differs whenever the page may differ."""
+
+    def parts(self) -> Sequence[Part]:
+        """Return its current parts."""
+
+    def touch(self) -> None:
+        """Note that a browser still shows the page."""
+
+    def is_ready(self) -> bool:
+        """Return whether the first content is complete."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    #: The master's address, for display.
+    master: str
+    connect: Connect
+    hub: Hub
+    sessions: Sessions
+    #: Whether it serves https.
+    is_tls: bool
+    streams: Streams
+    templates: Templates = field(default_factory=Templates)
+    renderings: Renderings = field(default_factory=Renderings)
+
+    def snapshot(self) -> Snapshot:
+        """Return the master's last answer. Raise Problem if it has never answered."""
+        found, trouble = self.hub.cluster.snapshot, self.hub.cluster.trouble
+        if found is None:
+            told = trouble.line if trouble is not None else "the master has not answered yet"
+            raise Problem(503, told, "No answer from the master")
+        return found
+
+    def render(self, page: Page) -> Rendering:
+        page.touch()
+        version = page.version()
+        found = self.renderings.newest(page.key, version)
+        if found is None:
+            found = rendering([self._of_master(), *page.parts()])
+            self.renderings.add(page.key, version, found)
+        return found
+
+    def _of_master(self) -> Part:
+        """Return the part of every page that reports trouble with the master."""
+        feed = self.hub.cluster
+        return self.templates.part(
+            "master",
+            "parts/master.html",
+            trouble=feed.trouble,
+            problem=feed.snapshot.problem if feed.snapshot is not None else "",
+        )
+
 
 # ---- checks of every request: its host name, its size, and the browser's restrictions
 

@@ -292,6 +292,18 @@ def plan_rows(plan: pb.Plan, nodes: Iterable[pb.NodeInfo]) -> tuple[PlanRow, ...
     return tuple(found)
 
 
+def plan_map(plan: pb.Plan, nodes: Iterable[pb.NodeInfo]) -> Mapping[str, object]:
+    """Return the rows of a plan, its number of layers, its generation and its schedule."""
+    rows = plan_rows(plan, nodes)
+    through = [row.places for row in rows if row.is_through]
+    return {
+        "rows": rows,
+        "layers": through[0][-1].last_layer + 1 if through else 0,
+        "generation": plan.generation,
+        "schedule": plan.schedule,
+    }
+
+
 def _stages(through: pb.Pipeline | pb.Route) -> Iterable[pb.Stage]:
     return through.hops if isinstance(through, pb.Route) else through.stages
 

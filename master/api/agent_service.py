@@ -23,8 +23,7 @@ from oobleck.proto.checks import check_slot
 from oobleck.proto.detection import welcome_message
 from oobleck.proto.examinations import read_answer
 from oobleck.proto.protocol import OLDEST, common
-from oobleck.proto.records import read_output, read_records
-from oobleck.proto.reports import read_report
+from oobleck.proto.reports import read_output, read_records, read_report
 from oobleck.proto.status import read_register, read_status
 from oobleck.proto.types import NodeStatus, WorkerReport
 

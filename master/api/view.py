@@ -24,8 +24,8 @@ from oobleck.master.state.job_observed import JobSeen
 from oobleck.master.state.node import Drain, Node
 from oobleck.planner.report.speed import utilization
 from oobleck.proto import control_pb2 as pb
-from oobleck.proto.fields import message_of
-from oobleck.proto.heads import head_message
+from oobleck.proto.assignments import head_message
+from oobleck.proto.checks import message_of
 from oobleck.proto.plans import plan_message, worker_message
 from oobleck.proto.protocol import NEWEST
 

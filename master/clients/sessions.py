@@ -35,7 +35,7 @@ from oobleck.master.state.senders import believed, has_part, why_refused
 from oobleck.master.state.trust import Denied, check_caller, was_revoked
 from oobleck.master.storage.ledger import Ledger
 from oobleck.proto.protocol import NEWEST
-from oobleck.proto.records import dropped_line
+from oobleck.proto.reports import dropped_line
 from oobleck.proto.types import Head, NodeStatus, Registration, WorkerReport
 
 if TYPE_CHECKING:

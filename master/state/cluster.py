@@ -24,7 +24,7 @@ from oobleck.host.versions import Differences, differences
 from oobleck.master.state.job import ENDED, MOST_GENERATION, Job
 from oobleck.master.state.node import Build, Node
 from oobleck.master.state.trust import Trust
-from oobleck.proto.heads import MOST_TERM
+from oobleck.proto.assignments import MOST_TERM
 from oobleck.proto.types import Assignment, Head
 
 #: Length of random ids.

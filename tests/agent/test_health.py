@@ -12,8 +12,7 @@ from msgspec.structs import replace
 from oobleck.agent import gpus
 from oobleck.agent.connection.reports import status_of
 from oobleck.agent.events import GpusRead
-from oobleck.agent.gpus import watch
-from oobleck.agent.health import GpuHealth
+from oobleck.agent.gpus import GpuHealth, watch
 from oobleck.agent.state import NodeState
 from oobleck.core.ids import NodeName
 from oobleck.host.gpu.sample import Sample, Xid

@@ -11,7 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from oobleck.agent import metrics
-from oobleck.agent.health import GpuHealth
+from oobleck.agent.gpus import GpuHealth
 from oobleck.host.gpu.sample import Sample, Xid
 from oobleck.host.metrics import Family, render
 from support.folders import SUPPORT

@@ -10,7 +10,7 @@ from oobleck.core.ids import Generation
 from oobleck.core.messages import EvaluationRecord, StepRecord
 from oobleck.host.versions import Versions
 from oobleck.proto import control_pb2 as pb
-from oobleck.proto.fields import message_of, struct_of
+from oobleck.proto.checks import message_of, struct_of
 from oobleck.proto.types import NodeFacts, NodeStatus, WorkerStatus
 
 #: What is not carried: the master counts it, the envelope or the job's status has it.

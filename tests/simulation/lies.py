@@ -13,8 +13,7 @@ from oobleck.core.ids import NodeName
 from oobleck.core.messages import CheckpointSaved
 from oobleck.master.inbox import Incoming, Output, Records
 from oobleck.proto import control_pb2 as pb
-from oobleck.proto.records import records_message
-from oobleck.proto.reports import read_report, report_bytes
+from oobleck.proto.reports import read_report, records_message, report_bytes
 from oobleck.proto.status import read_status, status_message
 from oobleck.proto.types import NodeStatus, WorkerReport
 from support import hostile_agent

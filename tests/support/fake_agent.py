@@ -21,8 +21,7 @@ from oobleck.proto import control_pb2 as pb
 from oobleck.proto import control_pb2_grpc as rpc
 from oobleck.proto.assignments import read_assignment
 from oobleck.proto.protocol import OLDEST
-from oobleck.proto.records import records_message
-from oobleck.proto.reports import report_bytes
+from oobleck.proto.reports import records_message, report_bytes
 from oobleck.proto.status import register_message, status_message
 from oobleck.proto.types import (
     Assignment,

@@ -38,8 +38,7 @@ from oobleck.proto import control_pb2 as pb
 from oobleck.proto.assignments import assignment_message, read_assignment
 from oobleck.proto.detection import read_welcome, welcome_message
 from oobleck.proto.protocol import NEWEST, OLDEST
-from oobleck.proto.records import read_output, read_records
-from oobleck.proto.reports import read_report, report_bytes
+from oobleck.proto.reports import read_output, read_records, read_report, report_bytes
 from oobleck.proto.status import read_register, read_status, register_message, status_message
 from oobleck.proto.types import (
     Assignment,

@@ -20,7 +20,7 @@ from oobleck.master.rules.adoption import NotAdopted, check_adoptable, take_up
 from oobleck.master.rules.decision import Context, Decision
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.reducer.apply import apply
-from oobleck.proto.heads import MOST_TERM
+from oobleck.proto.assignments import MOST_TERM
 from oobleck.proto.protocol import NEWEST
 from oobleck.proto.types import (
     Assignment,

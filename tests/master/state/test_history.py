@@ -4,7 +4,7 @@ import pytest
 
 from oobleck.master.state.cluster import GENERATIONS_PER_TERM, History, Start, Term
 from oobleck.master.state.job import MOST_GENERATION
-from oobleck.proto.heads import MOST_TERM
+from oobleck.proto.assignments import MOST_TERM
 from oobleck.proto.types import Head
 
 A, B, C = "aaaaaaaa", "bbbbbbbb", "cccccccc"
