@@ -38,6 +38,7 @@ from oobleck.core.messages import (
 )
 from oobleck.host.ipc.channel import frame, read_frame
 from oobleck.host.ipc.marker import Marker
+from oobleck.host.system.process import send_signal
 
 #: Interval between two looks.
 LOOK_S = 0.02
@@ -218,9 +219,7 @@ class WorkerProcess:
 
     def kill(self) -> None:
         """Kill the process by SIGKILL, through a handle, so that a reused pid is never hit."""
-        if self._handle is not None:
-            with suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._handle, signal.SIGKILL)
+        send_signal(self._handle, signal.SIGKILL)
 
     def kernel(self) -> str:
         """Return the kernel's letter for the process's state; empty: it is gone. D if any thread
@@ -234,9 +233,7 @@ class WorkerProcess:
 
     def tell_stacks(self) -> None:
         """Make the worker write its threads' stacks, if it can."""
-        if self._handle is not None:
-            with suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._handle, signal.SIGUSR1)
+        send_signal(self._handle, signal.SIGUSR1)
 
     def gone(self) -> None:
         """Take the last output of a process that is ending or has ended, and release all its
@@ -361,6 +358,4 @@ class WarmProcess:
 
     def kill(self) -> None:
         self._killed = True
-        if self._handle is not None:
-            with suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._handle, signal.SIGKILL)
+        send_signal(self._handle, signal.SIGKILL)

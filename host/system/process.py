@@ -113,6 +113,14 @@ def open_files() -> int:
     return os.stat("/proc/self/fd").st_size
 
 
+def send_signal(handle: int | None, signum: signal.Signals) -> None:
+    """Send a signal to the process behind a handle (pidfd), so that a reused pid is never hit. Do
+    nothing if there is no handle or no process any more."""
+    if handle is not None:
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(handle, signum)
+
+
 def signal_name(signum: int) -> str:
     """Return a signal's name, as `SIGKILL` for 9; the number for one without a name."""
     try:

@@ -19,7 +19,7 @@ import msgspec
 
 from oobleck.host.ipc.channel import frame, read_frame
 from oobleck.host.metrics import Durations
-from oobleck.host.system.process import with_parent
+from oobleck.host.system.process import send_signal, with_parent
 from oobleck.master.planning.requests import Broken, PlanReply, PlanRequest, StillPlanning
 
 log = logging.getLogger(__name__)
@@ -135,9 +135,7 @@ class PlanningProcess:
         self._kill()
 
     def _kill(self) -> None:
-        if self._handle is not None:
-            with suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._handle, signal.SIGKILL)
+        send_signal(self._handle, signal.SIGKILL)
 
     def _stop_limit(self) -> None:
         if self._limit is not None:
