@@ -110,6 +110,11 @@ def _exposed(job: pb.JobStatus) -> str:
     return "DATA PLANE IN THE CLEAR" if job.data_plane == "clear" and job.state not in ENDED else ""
 
 
+def ready(node: pb.NodeInfo) -> int:
+    """Return how many workers of the node are ready."""
+    return sum(bool(worker.card) for worker in node.workers)
+
+
 def heard(node: pb.NodeInfo) -> str:
     return f"{'> ' if node.heard_before else ''}{node.last_heard_s:.1f} s ago"
 
@@ -158,9 +163,7 @@ _JOB_COLUMNS = (
 _NODE_COLUMNS = (
     Column("NODE", lambda node: node.node),
     Column("STATE", lambda node: node.state),
-    Column(
-        "WORKERS", lambda node: f"{sum(bool(w.card) for w in node.workers)}/{node.worker_slots}"
-    ),
+    Column("WORKERS", lambda node: f"{ready(node)}/{node.worker_slots}"),
     Column("DEVICE", lambda node: node.device, wide=True),
     Column("MEMORY/WORKER", lambda node: format_bytes(node.memory_per_worker_bytes), wide=True),
     Column("ADDRESS", lambda node: node.address, wide=True),
@@ -369,11 +372,12 @@ def _share(route: pb.Route) -> str:
 
 def _drawn(stages: Iterable[pb.Stage]) -> str:
     return " -> ".join(
-        f"{_holders(stage)} [{stage.first_layer}..{stage.last_layer}]" for stage in stages
+        f"{holders(stage)} [{stage.first_layer}..{stage.last_layer}]" for stage in stages
     )
 
 
-def _holders(stage: pb.Stage) -> str:
+def holders(stage: pb.Stage) -> str:
+    """Return `n1`, or `n1/0,1` if the stage has other workers there than the first."""
     node = stage.workers[0].node
     slots = ",".join(str(worker.slot) for worker in stage.workers)
     return node if slots == "0" else f"{node}/{slots}"

@@ -147,7 +147,7 @@ def cluster(nodes: Sequence[pb.NodeInfo], jobs: Sequence[pb.JobStatus]) -> Clust
     return Cluster(
         states=dict(Counter(node.state for node in nodes).most_common()),
         workers=sum(node.worker_slots for node in nodes if node.state != "lost"),
-        ready=sum(_ready(node) for node in nodes if node.state != "lost"),
+        ready=sum(text.ready(node) for node in nodes if node.state != "lost"),
         tokens_per_s=sum(job.tokens_per_s for job in going),
         spare=sum(node.node not in planned for node in live),
         losses=tuple(loss(job) for job in going if job.HasField("plan")),
@@ -169,7 +169,7 @@ def node_row(node: pb.NodeInfo) -> NodeRow:
         state=node.state,
         reason=node.reason,
         tone=worst(tone(node.state), "warn") if found != "-" or node.reason else tone(node.state),
-        workers=f"{_ready(node)}/{node.worker_slots}",
+        workers=f"{text.ready(node)}/{node.worker_slots}",
         device=node.device,
         memory_bytes=node.memory_per_worker_bytes,
         address=node.address,
@@ -193,10 +193,6 @@ def job_row(job: pb.JobStatus) -> JobRow:
         pipelines=len(job.plan.routes or job.plan.pipelines),
         incident=open_incident(job),
     )
-
-
-def _ready(node: pb.NodeInfo) -> int:
-    return sum(bool(worker.card) for worker in node.workers)
 
 
 def loss(job: pb.JobStatus) -> Loss:
@@ -238,8 +234,8 @@ class Place:
     """Stage on workers of one node."""
 
     node: str
-    #: Slots of its workers on the node.
-    slots: tuple[int, ...]
+    #: `n1`, or `n1/0,1` if it has other workers than the first.
+    workers: str
     first_layer: int
     last_layer: int
     #: Its share of the model's layers, 0 to 1.
@@ -254,12 +250,6 @@ class Place:
         if self.first_layer == self.last_layer:
             return f"layer {self.first_layer}"
         return f"layers {self.first_layer} to {self.last_layer}"
-
-    @property
-    def workers(self) -> str:
-        """`n1`, or `n1/0,1` if it has other workers than the first."""
-        slots = ",".join(map(str, self.slots))
-        return self.node if slots == "0" else f"{self.node}/{slots}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -317,7 +307,7 @@ def _place(stage: pb.Stage, layers: int, known: Mapping[str, pb.NodeInfo]) -> Pl
     state = node.state if node else "unknown"
     return Place(
         node=name,
-        slots=slots,
+        workers=text.holders(stage),
         first_layer=stage.first_layer,
         last_layer=stage.last_layer,
         share=(stage.last_layer - stage.first_layer + 1) / layers,
