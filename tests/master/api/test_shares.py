@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from oobleck.cli.client import MasterClient
-from oobleck.cli.dashboard.following import Following
+from oobleck.cli.view.feeds import Following
 from oobleck.host.ipc.endpoint import Endpoint
 from oobleck.host.security.credentials import Credentials, read_credentials
 from oobleck.host.security.pki import Identity
