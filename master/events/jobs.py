@@ -14,7 +14,7 @@ from oobleck.core.messages import Assign, CheckpointSaved, Measure, Restored, Sa
 from oobleck.core.plan import Plan, WorkerRate
 from oobleck.core.profile import Profile
 from oobleck.master.events.nodes import Evidence
-from oobleck.master.policies import MOVING, is_base
+from oobleck.planner.recovery.course import MOVING, is_base
 from oobleck.planner.recovery.rules import Next
 
 #: Phases of the way into a generation, in order. The loss is found out, no plan is found, and none

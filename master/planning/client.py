@@ -31,12 +31,12 @@ from oobleck.master.planning.requests import (
     profile_on,
     template_sizes,
 )
-from oobleck.master.policies import PLAIN, VOLUNTARY, PlanWanted
 from oobleck.master.state.job import Job
 from oobleck.master.state.node import Node
 from oobleck.planner.cost.estimate import worker_peak_bytes
 from oobleck.planner.cost.listed import estimate_listed
 from oobleck.planner.recovery.answer import Answer
+from oobleck.planner.recovery.course import PLAIN, VOLUNTARY, PlanWanted
 from oobleck.planner.report.planning import Planning
 
 

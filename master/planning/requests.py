@@ -21,13 +21,13 @@ from oobleck.core.ids import Generation, NodeName
 from oobleck.core.job.spec import JobSpec
 from oobleck.core.plan import Plan, WorkerRate
 from oobleck.core.profile import InvalidProfile, Profile
-from oobleck.master.policies import PlanWanted
 from oobleck.master.state.job import Job
 from oobleck.master.state.node import Node
 from oobleck.planner.profile.estimate import estimate_profile
 from oobleck.planner.profile.machine import slowest_of
 from oobleck.planner.profile.memory import budget_bytes
 from oobleck.planner.recovery.answer import Answer
+from oobleck.planner.recovery.course import PlanWanted
 from oobleck.planner.search.firstplan import node_specification, on_usable_gpus
 
 

@@ -27,12 +27,8 @@ from oobleck.master.planning.requests import (
     profile_on,
     template_sizes,
 )
-from oobleck.master.policies import MOVING
 from oobleck.planner.programs.compiler import proof
-from oobleck.planner.recovery.answer import Change
-from oobleck.planner.recovery.policies import answer, behind, unforced
-from oobleck.planner.recovery.uneven.answer import uneven
-from oobleck.planner.recovery.worth import by_templates
+from oobleck.planner.recovery.course import MOVING, Terms, ask
 from oobleck.planner.search.catalogue import Catalogue
 from oobleck.planner.search.firstplan import make_first_plan
 
@@ -104,35 +100,23 @@ def _next_plan(request: NextPlanRequest) -> NextPlanReply:
     profile = profile_on(spec, machines)
     sizes = template_sizes(spec, machines, request.most_nodes)
     base = request.base or plan
-    offer = _known(spec, profile).offer(profile, sizes, base, spec.training.wanted_schedule)
-    change = Change(
+    terms = Terms(
+        profile=profile,
+        sizes=sizes,
+        fault_tolerance=spec.fault_tolerance,
+        tied=spec.model.ties,
+        schedule=spec.training.wanted_schedule,
+        shadows=spec.recovery.shadows == "auto",
+    )
+    change = terms.change(
+        _known(spec, profile),
         plan=plan,
         base=base,
         live=request.nodes,
         generation=request.generation,
-        templates=offer.templates,
-        profile=profile,
-        fault_tolerance=spec.fault_tolerance,
-        tied=spec.model.ties,
         rates={one.worker: one.rate for one in request.rates},
-        shadows=spec.recovery.shadows == "auto",
-        schedule_named=spec.training.wanted_schedule is not None,
-        judge=offer.judge,
-        costs=offer.costs,
-        equals=offer.equals,
-        replays=offer.replays,
     )
-    match request.wanted:
-        case "uneven":
-            return NextPlanReply(answer=uneven(change))
-        case "shadow" | "normalise" as following:
-            return NextPlanReply(answer=behind(change, following))
-        case "unforced":
-            return NextPlanReply(answer=unforced(change))
-        case "plain":
-            return NextPlanReply(answer=by_templates(replace(change, shadows=False)))
-        case wanted:
-            return NextPlanReply(answer=answer(change, wanted))
+    return NextPlanReply(answer=ask(change, request.wanted))
 
 
 def forget() -> None:

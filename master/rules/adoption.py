@@ -27,7 +27,6 @@ from oobleck.core.ids import Incarnation, JobId, NodeName, WorkerId
 from oobleck.core.job.spec import JobSpec
 from oobleck.core.messages import Assign
 from oobleck.master.events.jobs import JobPutBack, JobStarted, PlanFound, PlanMade
-from oobleck.master.policies import of_adopted
 from oobleck.master.rules.decision import Context, Decision
 from oobleck.master.rules.questions import profile_of_adopted
 from oobleck.master.state.cluster import ClusterState
@@ -35,6 +34,7 @@ from oobleck.master.state.evidence import transition_stats
 from oobleck.master.state.job import MOST_GENERATION, Job
 from oobleck.master.state.node import Node
 from oobleck.planner.programs.listing.schedule import listed_routes
+from oobleck.planner.recovery.course import of_adopted
 from oobleck.planner.recovery.reconfigure import can_lose
 from oobleck.proto.types import Assignment
 

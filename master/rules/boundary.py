@@ -11,10 +11,8 @@ from collections.abc import Iterable, Sequence
 from oobleck.core.errors import PlanInfeasible
 from oobleck.core.ids import NodeName
 from oobleck.core.plan import Plan, WorkerRate
-from oobleck.master import policies
 from oobleck.master.events.jobs import Cause, FollowUpDropped, PlanMade
 from oobleck.master.planning.requests import PlanningFailed
-from oobleck.master.policies import PlanWanted
 from oobleck.master.rules.decision import Context, Decision
 from oobleck.master.rules.next_plan import next_plan
 from oobleck.master.rules.plan_made import plan_made
@@ -26,13 +24,9 @@ from oobleck.master.rules.questions import (
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.job import Job
 from oobleck.master.state.node import Node
+from oobleck.planner.recovery import course
+from oobleck.planner.recovery.course import PlanWanted
 
-#: Settle times for which further nodes may delay a join.
-_MOST_SETTLES = 3
-#: Least interval between plans around slow workers, seconds. A change costs a part of a second, and
-#: an occasionally slow worker must not keep the job busy. The same pause follows an answer to a
-#: loss and its follow-up: state that has just moved shall not move again.
-REST_S = 60.0
 _FOLLOWS: frozenset[Cause] = frozenset({"re-routed", "few holders"})
 
 
@@ -49,11 +43,11 @@ def join(context: Context, job: Job) -> Decision | None:
     if context.now < due:
         return Decision(wake_at=due, reason="nodes are about to join")
     try:
-        answer = next_plan(context, job, ready, next_generation(context, job), policies.UNFORCED)
+        answer = next_plan(context, job, ready, next_generation(context, job), course.UNFORCED)
     except PlanInfeasible as infeasible:
         return _stay_idle("; ".join(infeasible.causes))
     found = answer.found
-    if not set(found.plan.nodes) > set(job.current.members):
+    if not course.takes_in(found.plan, job.current.members):
         return _stay_idle("no combination of templates uses it")
     event = plan_made(
         context,
@@ -96,8 +90,7 @@ def _settled_at(context: Context, job: Job, ready: Sequence[Node]) -> float | No
     """Return when `ready` nodes outside the plan are taken in together; None: there are none."""
     members = job.current.has_member
     since = [n.seen.ready_at or context.now for n in ready if not members(n.facts.node)]
-    settle = context.timing.join_settle_s
-    return min(max(since) + settle, min(since) + _MOST_SETTLES * settle) if since else None
+    return course.settled_at(since, context.timing.join_settle_s)
 
 
 def follow_up(context: Context, job: Job) -> Decision | None:
@@ -116,12 +109,12 @@ def follow_up(context: Context, job: Job) -> Decision | None:
     due = _settled_at(context, job, [n for n in ready if n.facts.node not in job.standing_by])
     if due is not None and context.now < due:
         return None  # they join in the same plan
-    wanted: PlanWanted = policies.UNFORCED if made.then == policies.MOVING else made.then
+    wanted: PlanWanted = course.UNFORCED if made.then == course.MOVING else made.then
     try:
         answer = next_plan(context, job, ready, next_generation(context, job), wanted)
     except PlanInfeasible as infeasible:
         why = "; ".join(infeasible.causes)
-        if policies.is_tried_again(made.then) and not isinstance(infeasible, PlanningFailed):
+        if course.is_tried_again(made.then) and not isinstance(infeasible, PlanningFailed):
             return Decision(reason=f"no {made.then} so far: {why}")
         dropped = FollowUpDropped(job_id=job.id, generation=job.current.generation, reason=why)
         return Decision(actions=(dropped,), reason=f"no {made.then}: {why}")
@@ -131,7 +124,7 @@ def follow_up(context: Context, job: Job) -> Decision | None:
         job,
         found.plan,
         boundary=True,
-        cause="few holders" if policies.adds_holders(answer.policy) else "re-routed",
+        cause="few holders" if course.adds_holders(answer.policy) else "re-routed",
         rule=found.rule,
         reason=found.reason,
         detect_s=0.0,  # nothing waits for it
@@ -146,28 +139,28 @@ def even_out(context: Context, job: Job) -> Decision | None:
     """Make a plan around slow workers if rates differ from the newest plan's. Make it too if the
     newest plan was made for another purpose, and has or leaves out slow workers."""
     state, made = context.state, job.current.made
-    if made is None or not policies.evens_out(job.spec):
+    if made is None or not course.evens_out(job.spec.recovery.policy):
         return None
     if not undisturbed(state, job):
         return None
     planned, rates = made.plan.rates, made.plan.with_rates(job.rates).rates
     waiting = _standing_by(state, job)
-    counted = made.policy == policies.AROUND_SLOW or not (rates or waiting)
+    counted = made.policy == course.AROUND_SLOW or not (rates or waiting)
     if counted and rates == planned and _as_slow(job, made):
         return None
     members = [state.nodes[name] for name in job.current.members]
     # A plan after a loss or a join differs only in the shares of slow workers.
     well = rates != planned and _all_better(rates, planned)
-    due = (job.seen.planned_at or 0.0) + REST_S
-    rests = made.policy == policies.AROUND_SLOW or made.cause in _FOLLOWS
+    due = (job.seen.planned_at or 0.0) + course.REST_S
+    rests = made.policy == course.AROUND_SLOW or made.cause in _FOLLOWS
     if rests and not well and context.now < due:
         return Decision(wake_at=due, reason="the last voluntary change is not a minute old")
     try:
         live = by_name([*members, *waiting])
-        answer = next_plan(context, job, live, next_generation(context, job), policies.AROUND_SLOW)
+        answer = next_plan(context, job, live, next_generation(context, job), course.AROUND_SLOW)
     except PlanInfeasible as infeasible:
         return Decision(reason=f"slow workers keep their part: {'; '.join(infeasible.causes)}")
-    better = well or policies.takes_back(answer.found.rule)
+    better = well or course.takes_back(answer.found.rule)
     cause: Cause = "worker well" if better else "worker slow"
     event = plan_made(
         context,
@@ -179,7 +172,7 @@ def even_out(context: Context, job: Job) -> Decision | None:
         reason=answer.found.reason,
         detect_s=0.0,  # nothing waits for it
         policy=answer.policy,
-        then=policies.follow_up_of(made.then, answer.found.rule, answer.then),
+        then=course.follow_up_of(made.then, answer.found.rule, answer.then),
         answer=answer,
     )
     return Decision(actions=(event,), reason=answer.found.reason)

@@ -27,7 +27,6 @@ from oobleck.master.events.nodes import (
     NodeReleased,
 )
 from oobleck.master.events.unions import Journaled
-from oobleck.master.policies import MOVING
 from oobleck.master.rules import questions
 from oobleck.master.rules.decision import Context, Decision, decide
 from oobleck.master.rules.next_plan import next_plan
@@ -38,6 +37,7 @@ from oobleck.master.state.evidence import carried
 from oobleck.master.state.job import Job
 from oobleck.master.state.node import Drain, Node
 from oobleck.planner.recovery.answer import Answer
+from oobleck.planner.recovery.course import MOVING
 from oobleck.planner.recovery.reconfigure import can_lose
 
 TOLD_TO_END = "its agent was told to end"

@@ -14,12 +14,10 @@ from oobleck.core.ids import Generation, JobId, NodeName
 from oobleck.core.job.spec import RecoveryPolicy
 from oobleck.core.plan import Plan
 from oobleck.core.units import comma_separated, count
-from oobleck.master import policies
 from oobleck.master.events.jobs import JobWaiting
 from oobleck.master.planning import client
 from oobleck.master.planning.requests import PlanReply, PlanRequest, StillPlanning
 from oobleck.master.planning.solve import AtOnce
-from oobleck.master.policies import PlanWanted
 from oobleck.master.rules import questions
 from oobleck.master.rules.decision import Context, Decision
 from oobleck.master.rules.questions import (
@@ -35,7 +33,9 @@ from oobleck.master.rules.questions import (
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.job import Job
 from oobleck.master.state.node import Node
+from oobleck.planner.recovery import course
 from oobleck.planner.recovery.answer import Answer
+from oobleck.planner.recovery.course import PlanWanted
 from oobleck.planner.recovery.reconfigure import can_lose
 
 log = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ def next_plan(
     """
     wanted = wanted or _for_losses(job)
     at_work = [node for node in live if node.facts.node not in job.standing_by]
-    if wanted == policies.AROUND_SLOW or len(at_work) == len(live):
+    if wanted == course.AROUND_SLOW or len(at_work) == len(live):
         return _next_plan(context, job, live, generation, wanted)
     try:
         found = _next_plan(context, job, at_work, generation, wanted)
@@ -85,11 +85,11 @@ def _next_plan(
 ) -> Answer:
     answer = client.next_plan(context.planner, job, live, generation, wanted)
     lost = questions.lost_layers(context.state, job, answer.found.plan)
-    if lost is not None and wanted in policies.VOLUNTARY:
+    if lost is not None and wanted in course.VOLUNTARY:
         raise PlanInfeasible(*lost.causes)  # the change is voluntary
-    if lost is not None and answer.policy != policies.MOVING and wanted != policies.MOVING:
+    if lost is not None and answer.policy != course.MOVING and wanted != course.MOVING:
         # State must move anyway, so move it to where it is best.
-        return _next_plan(context, job, live, generation, policies.MOVING)
+        return _next_plan(context, job, live, generation, course.MOVING)
     if lost is None or job.has_checkpoint:
         return answer
     looks = job.spec.on_state_lost == "restart" or job.may_have_checkpoint
@@ -115,11 +115,11 @@ def _for_losses(job: Job) -> RecoveryPolicy:
     not while a plan that moves state has no committed step, nor after another job was active. Then
     state moves."""
     made = job.current.made
-    moving = made is not None and not policies.keeps_state(made.policy) and job.current.on_the_way
+    moving = made is not None and not course.keeps_state(made.policy) and job.current.on_the_way
     moving = moving and not job.unentered
     if moving or job.current.put_back:
-        return policies.MOVING
-    return policies.for_losses(job.spec)
+        return course.MOVING
+    return course.for_losses(job.spec.recovery.policy)
 
 
 def wait(state: ClusterState, job: Job, infeasible: PlanInfeasible, *more: str) -> Decision:

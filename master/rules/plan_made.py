@@ -16,7 +16,6 @@ from oobleck.master.events.nodes import (
     NodeYielded,
     WorkerLost,
 )
-from oobleck.master.policies import MOVING
 from oobleck.master.rules import questions
 from oobleck.master.rules.decision import Context, Decision, fail
 from oobleck.master.rules.questions import (
@@ -27,6 +26,7 @@ from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.evidence import carried, transition_stats
 from oobleck.master.state.job import Job
 from oobleck.planner.recovery.answer import Answer
+from oobleck.planner.recovery.course import MOVING
 from oobleck.planner.recovery.reconfigure import can_lose
 from oobleck.planner.recovery.rules import Next
 from oobleck.planner.recovery.worth import CHANGE_S

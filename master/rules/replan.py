@@ -8,7 +8,6 @@ from dataclasses import replace
 from oobleck.core.errors import PlanInfeasible
 from oobleck.core.plan import Plan
 from oobleck.host.detection import GATHER_WORDS_S
-from oobleck.master import policies
 from oobleck.master.events.jobs import Cause
 from oobleck.master.events.nodes import (
     NodeDrained,
@@ -34,6 +33,7 @@ from oobleck.master.rules.questions import (
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.job import Job
 from oobleck.master.state.node import Node
+from oobleck.planner.recovery import course
 
 
 def replan(context: Context, job: Job) -> Decision | None:
@@ -95,7 +95,7 @@ def replan(context: Context, job: Job) -> Decision | None:
         reason += f"; no replacement was ready in time on {names(missing)}"
     cause = _cause(job, found.plan)
     wanted = job.spec.recovery.policy
-    if cause == "worker lost" and policies.keeps_state(wanted) and answer.policy != wanted:
+    if cause == "worker lost" and course.keeps_state(wanted) and answer.policy != wanted:
         reason += f"; not by {wanted}: the node is there, with a new process"
     if cause == "worker lost" and (end := met_enough(context, job, _worker_losses(job))):
         return end

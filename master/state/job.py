@@ -29,10 +29,10 @@ from oobleck.master.events.nodes import (
     NodeYielded,
     WorkerLost,
 )
-from oobleck.master.policies import evens_out
 from oobleck.master.state.incident import Incident, LastIncident, Slowdown
 from oobleck.master.state.job_observed import JobSeen, SaveReport
 from oobleck.master.state.pace import StandBy, StandByTimes
+from oobleck.planner.recovery.course import evens_out
 
 #: Last reports on checkpoints that are remembered, so that a repeated one is recognised.
 KNOWN_REPORTS = 64
@@ -377,7 +377,7 @@ class Job:
     @property
     def standing_by(self) -> frozenset[NodeName]:
         """Nodes without a part in the newest plan that have a slow worker."""
-        if not evens_out(self.spec):
+        if not evens_out(self.spec.recovery.policy):
             return frozenset()
         return frozenset(w.node for w in self.slow if not self.current.has_member(w.node))
 

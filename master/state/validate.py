@@ -11,10 +11,10 @@ from typing import TypeVar
 
 from oobleck.core.ids import NodeName, WorkerId
 from oobleck.master.events.nodes import NodeYielded, WorkerLost
-from oobleck.master.policies import adds_holders
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.job import ENDED, CurrentPlan, Job, Loss
 from oobleck.master.state.node import Node
+from oobleck.planner.recovery.course import adds_holders
 
 T = TypeVar("T")
 #: Sentence, and whether it holds for one part of a state.

@@ -22,7 +22,6 @@ from oobleck.master.events.jobs import (
     ReconfigurationStats,
 )
 from oobleck.master.events.unions import Journaled
-from oobleck.master.policies import MORPH
 from oobleck.master.state.cluster import ClusterState, version_pairs
 from oobleck.master.state.incident import Answer, Incident, Setback, Slowdown, SlowWorker
 from oobleck.master.state.incident_summary import (
@@ -36,6 +35,7 @@ from oobleck.master.state.incident_summary import (
     summary_of,
 )
 from oobleck.master.state.job import Job
+from oobleck.planner.recovery.course import MORPH
 
 #: `event` and its fields.
 EventLine = Mapping[str, object]

@@ -14,7 +14,7 @@ from oobleck.core.units import count, format_bytes, runs
 from oobleck.planner.cost.estimate import KindEstimate, StepEstimate
 from oobleck.planner.profile.memory import GPU_CONTEXT_BYTES, gpu_reserve_bytes
 from oobleck.planner.programs.communicators import MOST_COMMUNICATORS, Needed, needed
-from oobleck.planner.recovery.answer import Change
+from oobleck.planner.recovery.course import Terms
 from oobleck.planner.recovery.reconfigure import can_lose
 from oobleck.planner.report.drawing import (
     WIDTH,
@@ -24,7 +24,7 @@ from oobleck.planner.report.drawing import (
     some,
 )
 from oobleck.planner.report.tables import Loss, Slowness, losses, read_rates, slowness
-from oobleck.planner.search.catalogue import Catalogue, Offer
+from oobleck.planner.search.catalogue import Catalogue
 from oobleck.planner.search.choose import ScheduleChoice, choose_schedule
 from oobleck.planner.search.firstplan import make_first_plan, node_specification
 
@@ -118,8 +118,9 @@ def make_report(
     )
     names = [NodeName(f"n{number}") for number in range(1, nodes + 1)]
     rates = read_rates(slow, names, profile.gpus_per_node)
+    catalogue = Catalogue(tied=tied)
     made = make_first_plan(
-        Catalogue(tied=tied),
+        catalogue,
         sizes,
         names,
         profile=profile,
@@ -131,15 +132,20 @@ def make_report(
     )
     offer = made.offer
     first = Outcome(plan=made.plan, idle=_unused(made.plan, names), choice=made.choice, tied=tied)
-    asked = _change(
-        first.plan,
-        names,
-        profile,
-        offer,
-        fault_tolerance,
+    terms = Terms(
+        profile=profile,
+        sizes=sizes,
+        fault_tolerance=fault_tolerance,
         tied=tied,
-        schedule_named=wanted is not None,
+        schedule=wanted,
         shadows=shadows,
+    )
+    asked = terms.change(
+        catalogue,
+        plan=first.plan,
+        base=first.plan,
+        live=names,
+        generation=Generation(first.plan.generation + 1),
     )
     after = ((loss, _outcome(loss, profile, tied=tied)) for loss in losses(asked, policy, lost))
     return PlanReport(
@@ -167,36 +173,6 @@ def _check(profile: Profile, nodes: int, global_batch: int, lost: int) -> None:
         raise ValueError(
             f"global_batch is {global_batch}; it must be at most {MOST_SAMPLES}, as in a job"
         )
-
-
-def _change(
-    plan: Plan,
-    names: Sequence[NodeName],
-    profile: Profile,
-    offer: Offer,
-    fault_tolerance: int,
-    *,
-    tied: Ties,
-    schedule_named: bool,
-    shadows: bool,
-) -> Change:
-    """Build the change of `plan`, before any loss."""
-    return Change(
-        plan=plan,
-        base=plan,
-        live=tuple(names),
-        generation=Generation(plan.generation + 1),
-        templates=offer.templates,
-        profile=profile,
-        fault_tolerance=fault_tolerance,
-        tied=tied,
-        schedule_named=schedule_named,
-        shadows=shadows,
-        judge=offer.judge,
-        costs=offer.costs,
-        equals=offer.equals,
-        replays=offer.replays,
-    )
 
 
 def _outcome(loss: Loss, profile: Profile, *, tied: Ties) -> Outcome | None:

@@ -10,14 +10,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from oobleck.core.errors import PlanInfeasible
-from oobleck.core.ids import Generation, NodeName, WorkerId
+from oobleck.core.ids import NodeName, WorkerId
 from oobleck.core.job.spec import RecoveryPolicy
 from oobleck.planner.recovery.answer import Answer, Change
-from oobleck.planner.recovery.policies import Answers, answer, answers, behind
+from oobleck.planner.recovery.course import after, ask
+from oobleck.planner.recovery.policies import Answers, answer, answers
 from oobleck.planner.recovery.reconfigure import can_lose
 from oobleck.planner.recovery.rules import Next, Rule
 from oobleck.planner.recovery.uneven.answer import by_rates, uneven
-from oobleck.planner.recovery.worth import by_templates
 from oobleck.planner.report.shape import shape
 
 
@@ -86,7 +86,7 @@ def losses(asked: Change, policy: RecoveryPolicy, lost: int) -> Iterator[Loss]:
             reason = str(infeasible)
             yield Loss(node=gone, live=change.live, taken=None, reason=reason, answers=each)
             return
-        change = _after(change, taken)
+        change = after(change, taken)
         yield Loss(
             node=gone,
             live=change.live,
@@ -101,21 +101,12 @@ def _follow_ups(change: Change, then: Next | None) -> Iterator[FollowUp]:
     """Yield the follow-ups of a plan. `change`: of that plan, before any further loss."""
     while then is not None:
         try:
-            found = by_templates(change) if then == "templates" else behind(change, then)
+            found = ask(change, then)
         except PlanInfeasible as infeasible:
             yield FollowUp(wanted=then, found=infeasible)
             return
         yield FollowUp(wanted=then, found=found)
-        change, then = _after(change, found), found.then
-
-
-def _after(change: Change, taken: Answer) -> Change:
-    """Return the next change, of the new plan, before any further loss. The next plan of templates
-    starts from its pipelines, or from those that it left unchanged."""
-    plan, base = taken.found.plan, change.base
-    if taken.policy == "templates" or (taken.policy == "shadow" and base is change.plan):
-        base = plan
-    return replace(change, plan=plan, base=base, generation=Generation(plan.generation + 1))
+        change, then = after(change, found), found.then
 
 
 def _answer(each: Answer | PlanInfeasible) -> dict[str, Any]:

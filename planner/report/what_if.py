@@ -14,6 +14,7 @@ from oobleck.planner.cost.estimate import estimate_step
 from oobleck.planner.cost.listed import estimate_listed, with_listing
 from oobleck.planner.programs.listing.schedule import listed_routes
 from oobleck.planner.recovery.answer import Answer, Change
+from oobleck.planner.recovery.course import Terms
 from oobleck.planner.recovery.policies import Answers, answer, answers
 from oobleck.planner.recovery.reconfigure import can_lose
 from oobleck.planner.report.planning import Planning
@@ -94,29 +95,20 @@ def what_if(planning: Planning, lost: Collection[NodeName]) -> WhatIf:
 
 def _change(planning: Planning, live: tuple[NodeName, ...]) -> Change:
     """Build the change to the live nodes; raises PlanInfeasible."""
-    catalogue = Catalogue(tied=planning.tied)
-    sizes = range(planning.least_nodes, planning.most_nodes + 1)
-    offer = catalogue.offer(
-        planning.profile,
-        sizes,
-        planning.base,
-        planning.base.schedule if planning.schedule_named else None,
+    terms = Terms(
+        profile=planning.profile,
+        sizes=range(planning.least_nodes, planning.most_nodes + 1),
+        fault_tolerance=planning.fault_tolerance,
+        tied=planning.tied,
+        schedule=planning.base.schedule if planning.schedule_named else None,
+        shadows=planning.shadows,
     )
-    return Change(
+    return terms.change(
+        Catalogue(tied=planning.tied),
         plan=planning.plan,
         base=planning.base,
         live=live,
         generation=Generation(planning.plan.generation + 1),
-        templates=offer.templates,
-        profile=planning.profile,
-        fault_tolerance=planning.fault_tolerance,
-        tied=planning.tied,
-        schedule_named=planning.schedule_named,
-        shadows=planning.shadows,
-        judge=offer.judge,
-        costs=offer.costs,
-        equals=offer.equals,
-        replays=offer.replays,
         rates={one.worker: one.rate for one in planning.rates if one.worker.node in live},
     )
 

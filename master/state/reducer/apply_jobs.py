@@ -41,7 +41,6 @@ from oobleck.master.events.jobs import (
     SaveProblem,
 )
 from oobleck.master.events.nodes import NodeYielded
-from oobleck.master.policies import adds_holders
 from oobleck.master.state.cluster import ClusterState, version_pairs
 from oobleck.master.state.job import (
     KNOWN_LOST,
@@ -56,6 +55,7 @@ from oobleck.master.state.job_states import move
 from oobleck.master.state.node import Node
 from oobleck.master.state.pace import StandBy
 from oobleck.master.state.slowdowns import slow_after
+from oobleck.planner.recovery.course import base_behind
 
 
 def apply(state: ClusterState, event: JobEvent, now: float, unix: float) -> None:
@@ -336,11 +336,11 @@ def _base(job: Job, event: PlanMade) -> Plan | None:
     before, base = job.current.made, job.current.base
     if event.passes_over:
         before, base = job.current.trained, job.current.trained_base
-    if event.is_base or (adds_holders(event.policy) and base is None):
-        return None
-    if event.rule == "adopt" or before is None:
-        return pipelines_within(event.plan)  # the journal lacks its base
-    return base or before.plan
+    if event.rule == "adopt" or before is None:  # the journal lacks its base
+        plan, base = pipelines_within(event.plan), None
+    else:
+        plan = before.plan
+    return base_behind(plan, base, policy=event.policy, rule=event.rule)
 
 
 def _note_replaced(job: Job, event: PlanMade) -> None:

@@ -4,7 +4,7 @@ from typing import Literal
 
 import pytest
 
-from oobleck.master.policies import follow_up_of
+from oobleck.planner.recovery.course import follow_up_of
 from oobleck.planner.recovery.rules import Next, Rule
 
 

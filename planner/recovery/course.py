@@ -1,0 +1,196 @@
+"""Course of a job through changes of its nodes: what is asked of the planner, and what follows.
+
+The master, the simulator and `oobleck plan --lost` all go by it. They ask by the purpose of a
+change, and the planner chooses which policy answers a loss (`oobleck.planner.recovery.policies`).
+Owns how a change is described to the planner, which request answers which event, and from which
+plan the next one starts. Must not know how a plan is made, nor how the master learns of an event.
+"""
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from oobleck.core.ids import Generation, NodeName, WorkerId
+from oobleck.core.job.spec import JobSpec, RecoveryPolicy
+from oobleck.core.plan import Plan
+from oobleck.core.profile import Profile
+from oobleck.core.schedules import Schedule
+from oobleck.core.ties import Ties
+from oobleck.planner.recovery.answer import Answer, Change
+from oobleck.planner.recovery.policies import answer, behind, unforced
+from oobleck.planner.recovery.rules import OF_OTHER_NODES, Next
+from oobleck.planner.recovery.uneven.answer import uneven
+from oobleck.planner.recovery.worth import by_templates
+from oobleck.planner.search.catalogue import Catalogue, Offer
+
+# ---- Purposes of a change, by which plans are asked for.
+
+
+#: Policy of the wanted plan. `unforced`: templates, unless staying is better. `plain`: templates
+#: alone, where another policy failed.
+PlanWanted = RecoveryPolicy | Literal["shadow", "normalise", "unforced", "plain"]
+#: Moves state to where it is best before the next step; answers any change of the nodes.
+MOVING: RecoveryPolicy = "templates"
+#: Moves state likewise where nothing forces a change: nodes have joined, or the running plan is
+#: re-routed.
+UNFORCED: PlanWanted = "unforced"
+#: Gives slow workers less to do; answers a change of rates, never a loss.
+AROUND_SLOW: RecoveryPolicy = "uneven"
+#: Answers where another policy failed by an internal error.
+PLAIN: PlanWanted = "plain"
+#: Changes that are never forced.
+VOLUNTARY: frozenset[PlanWanted] = frozenset({AROUND_SLOW, UNFORCED, "shadow", "normalise"})
+
+#: Policy of records about a return to a checkpoint, whose state lets any plan be made.
+MORPH = "morph"
+
+_KEEPING = "reroute"
+_ADDS_HOLDERS = "shadow"
+#: Settle times for which further nodes may delay a join.
+_MOST_SETTLES = 3
+#: Least interval between plans around slow workers, seconds. A change costs a part of a second, and
+#: an occasionally slow worker must not keep the job busy. The same pause follows an answer to a
+#: loss and its follow-up: state that has just moved shall not move again.
+REST_S = 60.0
+
+
+def for_losses(policy: RecoveryPolicy) -> RecoveryPolicy:
+    """Return the policy that answers losses in a job of this `policy`."""
+    return MOVING if policy == AROUND_SLOW else policy
+
+
+def evens_out(policy: RecoveryPolicy) -> bool:
+    """Return whether a job of this `policy` wants plans around slow workers."""
+    return policy in ("auto", AROUND_SLOW)
+
+
+def keeps_state(policy: str) -> bool:
+    """Return whether plans of this policy leave all state where it is."""
+    return policy == _KEEPING
+
+
+def adds_holders(policy: str) -> bool:
+    """Return whether plans of this policy only give layers more holders."""
+    return policy == _ADDS_HOLDERS
+
+
+def is_base(policy: str, rule: str) -> bool:
+    """Return whether later plans start from the pipelines of a plan made by `rule` of `policy`,
+    rather than from those of an earlier plan."""
+    return policy == MOVING or rule in {"recut", *OF_OTHER_NODES}
+
+
+def takes_back(rule: str) -> bool:
+    """Return whether plans of this rule give stand-by nodes a part again."""
+    return rule == "take back"
+
+
+def is_tried_again(follow_up: PlanWanted) -> bool:
+    """Return whether an infeasible follow-up stays due: new nodes may make it possible."""
+    return follow_up == MOVING
+
+
+def follow_up_of(due: Next | Literal[""], rule: str, then: Next | None) -> Next | Literal[""]:
+    """Return the follow-up of a plan around slow workers, made by `rule`; `then` is its default. A
+    plan of templates that is `due` stays so until there is one; it brings shadows of its own."""
+    return due if due == MOVING and rule not in OF_OTHER_NODES else then or ""
+
+
+def of_adopted(spec: JobSpec, *, rerouted: bool, can_lose: int) -> tuple[str, Next | Literal[""]]:
+    """Return the policy and the follow-up of a plan that the journal lacks."""
+    if rerouted:
+        return _KEEPING, "templates" if spec.recovery.policy == "auto" else ""
+    few = spec.recovery.shadows == "auto" and can_lose < spec.fault_tolerance
+    return MOVING, "shadow" if few else ""
+
+
+def settled_at(ready: Collection[float], settle_s: float) -> float | None:
+    """Return when nodes that were ready at these times join together; None: there are none."""
+    if not ready:
+        return None
+    return min(max(ready) + settle_s, min(ready) + _MOST_SETTLES * settle_s)
+
+
+def takes_in(plan: Plan, members: Iterable[NodeName]) -> bool:
+    """Return whether `plan` is a join: it has all nodes of the running one, and more."""
+    return set(plan.nodes) > set(members)
+
+
+# ---- The change that is described to the planner, its answer, and the state after it.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """Inputs of a job's plans that stay while its nodes change."""
+
+    profile: Profile
+    #: Sizes of the templates.
+    sizes: range
+    fault_tolerance: int
+    tied: Ties
+    #: The only schedule for plans; None: the best.
+    schedule: Schedule | None
+    #: True if nodes may hold layers without running them.
+    shadows: bool
+
+    def change(
+        self,
+        catalogue: Catalogue,
+        *,
+        plan: Plan,
+        base: Plan,
+        live: Iterable[NodeName],
+        generation: Generation,
+        rates: Mapping[WorkerId, float] | None = None,
+    ) -> Change:
+        """Build the change of `plan` to the `live` nodes. Raises PlanInfeasible."""
+        offer: Offer = catalogue.offer(self.profile, self.sizes, base, self.schedule)
+        return Change(
+            plan=plan,
+            base=base,
+            live=tuple(live),
+            generation=generation,
+            templates=offer.templates,
+            profile=self.profile,
+            fault_tolerance=self.fault_tolerance,
+            tied=self.tied,
+            schedule_named=self.schedule is not None,
+            shadows=self.shadows,
+            judge=offer.judge,
+            costs=offer.costs,
+            equals=offer.equals,
+            replays=offer.replays,
+            rates={} if rates is None else rates,
+        )
+
+
+def ask(change: Change, wanted: PlanWanted) -> Answer:
+    """Return the `wanted` plan for the change. Raises PlanInfeasible."""
+    match wanted:
+        case "uneven":
+            return uneven(change)
+        case "shadow" | "normalise" as following:
+            return behind(change, following)
+        case "unforced":
+            return unforced(change)
+        case "plain":
+            return by_templates(replace(change, shadows=False))
+        case policy:
+            return answer(change, policy)
+
+
+def base_behind(before: Plan, base: Plan | None, *, policy: str, rule: str) -> Plan | None:
+    """Return the base of the plan that `rule` of `policy` made in place of `before`, which has this
+    `base`. None: the plan itself is the base."""
+    if is_base(policy, rule) or (adds_holders(policy) and base is None):
+        return None
+    return base or before
+
+
+def after(change: Change, taken: Answer) -> Change:
+    """Return the next change, of the plan in `taken`, before the nodes change any further."""
+    plan = taken.found.plan
+    base = None if change.base is change.plan else change.base
+    base = base_behind(change.plan, base, policy=taken.policy, rule=taken.found.rule)
+    generation = Generation(plan.generation + 1)
+    return replace(change, plan=plan, base=base or plan, generation=generation)
