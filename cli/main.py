@@ -62,6 +62,10 @@ COMMANDS = {
     ),
     "pki": ("oobleck.cli.cluster.pki:pki", "Issue and revoke certificates and join tokens."),
     "plan": ("oobleck.cli.planning.plan:plan", "Show the plan that a job would get."),
+    "simulate": (
+        "oobleck.cli.planning.simulate:simulate",
+        "Replay a trace of failures with recovery policies.",
+    ),
     "config": ("oobleck.cli.jobs.files:config", "Show, check and describe job files."),
     "completion": ("oobleck.cli.options:completion", "Print a shell's completion script."),
 }

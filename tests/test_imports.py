@@ -28,7 +28,7 @@ ALLOWED = {
 #: them have no place in the order, so none of them may close a circle.
 LEVELS = {
     "core": ("job",),
-    "planner": ("profile", "programs", "cost", "search", "recovery", "report"),
+    "planner": ("profile", "programs", "cost", "search", "recovery", "report", "simulate"),
     "host": ("system", "security", "ipc", "storage", "gpu", "doctor"),
     "worker": (
         "runtime",

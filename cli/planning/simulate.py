@@ -1,0 +1,364 @@
+"""`oobleck simulate`: a trace of failures replayed with the planner, without a cluster."""
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+import click
+
+from oobleck.cli.options import USAGE, Seconds, form_options, set_option
+from oobleck.cli.planning.question import Flags, Question, from_job, from_profile
+from oobleck.core.job.spec import RecoveryPolicy
+from oobleck.host.command import CommandFailed
+from oobleck.planner.profile.machine import GPUS
+
+if TYPE_CHECKING:
+    from oobleck.cli.output.form import Form
+    from oobleck.planner.simulate.compare import Comparison
+    from oobleck.planner.simulate.costs import Costs
+    from oobleck.planner.simulate.replay import Setting
+    from oobleck.planner.simulate.trace import Trace
+
+#: Seconds of silence before progress is shown.
+_QUIET_S = 2.0
+_POLICIES: tuple[RecoveryPolicy, ...] = get_args(RecoveryPolicy)
+
+
+@click.command(
+    epilog="Exit codes: 0 replayed, also if no policy can go on to the end (the lines below the "
+    "table say when and why); 2 wrong usage, a wrong trace, or no plan fits."
+)
+@click.argument("job_file", metavar="[JOB.yaml]", required=False, type=click.Path(path_type=Path))
+@click.option(
+    "--trace",
+    "trace_file",
+    type=click.Path(path_type=Path),
+    metavar="T.csv",
+    help="Rows of time_s,event,node[,value]; event is add, remove, slow (value: the share of the "
+    "profiled speed), notice (value: seconds until the remove), or repair (of a worker process). "
+    "Rows of one time are one event.",
+)
+@click.option(
+    "--make",
+    metavar="SPEC",
+    help="Write a trace to standard output, and replay nothing, as in "
+    "--make 'mtbf=30d,repair=20h,nodes=1000,rack=16,rack_mtbf=1y,days=365,seed=1'. The same SPEC "
+    "gives the same trace.",
+)
+@click.option(
+    "--profile",
+    "profile_file",
+    type=click.Path(path_type=Path),
+    metavar="P.json",
+    help="Measured times and bytes per layer, in place of a job and estimates.",
+)
+@set_option
+@click.option(
+    "--nodes",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Nodes of the full cluster, which the job is planned for and results are compared with.",
+)
+@click.option(
+    "--workers-per-node",
+    "--gpus-per-node",
+    "gpus_per_node",
+    type=click.IntRange(min=1),
+    metavar="G",
+    help="Workers of each node, one per GPU.  [default: the profile's, or 8 with --gpu, or 1]",
+)
+@click.option(
+    "--fault-tolerance",
+    type=click.IntRange(min=0),
+    metavar="F",
+    help="Losses to survive.  [default: the job's, or 1]",
+)
+@click.option(
+    "--global-batch",
+    type=click.IntRange(min=1),
+    metavar="B",
+    help="Samples per step.  [default: the job's]",
+)
+@click.option(
+    "--microbatch",
+    type=click.IntRange(min=1),
+    metavar="b",
+    help="Samples per micro-batch.  [default: the job's or the profile's]",
+)
+@click.option(
+    "--memory-per-worker",
+    metavar="SIZE",
+    help="Memory of one GPU or worker, as for `oobleck plan`.",
+)
+@click.option(
+    "--gpu",
+    type=click.Choice(sorted(GPUS), case_sensitive=False),
+    help="Estimate a job for nodes of such GPUs, as for `oobleck plan`.",
+)
+@click.option(
+    "--policy",
+    "policies",
+    metavar="all|NAME[,NAME...]",
+    default="auto",
+    show_default=True,
+    help=f"Policies to replay the trace with: {', '.join(_POLICIES)}.",
+)
+@click.option(
+    "--costs",
+    "costs_file",
+    type=click.Path(path_type=Path),
+    metavar="C.json",
+    help="Constants of interruptions, as a JSON object (docs/planning.md has names and defaults).",
+)
+@click.option(
+    "--until", type=Seconds(), metavar="TIME", help="End of the replay.  [default: the last row]"
+)
+@click.option(
+    "--price",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="X",
+    help="Price of a node for an hour: tell also what the samples cost.",
+)
+@form_options("One JSON object: policies, bounds, and the costs that were used.")
+def simulate(
+    job_file: Path | None,
+    trace_file: Path | None,
+    make: str | None,
+    profile_file: Path | None,
+    overrides: tuple[str, ...],
+    nodes: int | None,
+    policies: str,
+    costs_file: Path | None,
+    until: float | None,
+    price: float | None,
+    form: "Form",
+    **flags: Any,
+) -> None:
+    """Replay a trace of failures for JOB.yaml, or for a profile, and compare recovery policies."""
+    from oobleck.cli.output.form import document, is_data
+    from oobleck.cli.output.table import terminal_width
+    from oobleck.planner.simulate.costs import data as costs_data
+
+    if make is not None:
+        _make(make)
+        return
+    if trace_file is None:
+        raise click.UsageError("give --trace T.csv, or --make SPEC to write one")
+    if nodes is None:
+        raise click.UsageError("--nodes is missing: the nodes of the full cluster")
+    chosen = _chosen(policies)
+    question = _question(job_file, profile_file, overrides, Flags(**flags))
+    trace, costs = _trace(trace_file), _costs(costs_file)
+    setting = _setting(trace_file, trace, costs, question, nodes, until)
+    found = _compare(setting, chosen, nodes)
+    data: dict[str, Any] = {**found.data(price), "costs": costs_data(costs)}
+    if question.notes:
+        data["notes"] = list(question.notes)
+    if is_data(form):
+        click.echo(document(data, form))
+        return
+    click.echo(simulation_text(data, None if form == "wide" else terminal_width()))
+
+
+def _make(spec: str) -> None:
+    from oobleck.planner.simulate.made import make_rows, parse_make
+    from oobleck.planner.simulate.trace import format_trace
+
+    try:
+        wanted = parse_make(spec)
+    except ValueError as error:
+        raise CommandFailed(f"--make {error}", USAGE) from error
+    click.echo(format_trace(make_rows(wanted)), nl=False)
+
+
+def _chosen(text: str) -> Sequence[RecoveryPolicy]:
+    names = [name.strip() for name in text.split(",")]
+    if names == ["all"]:
+        return _POLICIES
+    known: dict[str, RecoveryPolicy] = {policy: policy for policy in _POLICIES}
+    for name in names:
+        if name not in known:
+            raise CommandFailed(
+                f"--policy {name!r}: no such policy; give all, or some of {', '.join(known)}", USAGE
+            )
+    return [known[name] for name in dict.fromkeys(names)]
+
+
+def _question(
+    job_file: Path | None, profile_file: Path | None, overrides: Sequence[str], flags: Flags
+) -> Question:
+    try:
+        if profile_file is not None and job_file is None:
+            if overrides:
+                raise click.UsageError("--set: replaces values of a job file; give one")
+            return from_profile(profile_file, flags)
+        if job_file is not None and profile_file is None:
+            return from_job(job_file, overrides, flags)
+    except ValueError as error:
+        raise CommandFailed(str(error), USAGE) from error
+    raise click.UsageError("give either a job file or --profile P.json")
+
+
+def _trace(path: Path) -> "Trace":
+    from oobleck.cli.output.text_file import TextFile, read_text
+    from oobleck.planner.simulate.trace import parse_trace
+
+    wanted = TextFile(
+        what="a trace of rows time_s,event,node[,value]", most_mib=256, field="--trace "
+    )
+    text = read_text(path, wanted)
+    try:
+        return parse_trace(text)
+    except ValueError as error:
+        raise CommandFailed(f"--trace {path}: {error}", USAGE) from error
+
+
+def _costs(path: Path | None) -> "Costs":
+    from oobleck.cli.output.text_file import TextFile, read_text
+    from oobleck.planner.simulate.costs import Costs, parse_costs
+
+    if path is None:
+        return Costs()
+    wanted = TextFile(what="a JSON object of costs", most_mib=1, field="--costs ")
+    text = read_text(path, wanted)
+    try:
+        return parse_costs(text)
+    except ValueError as error:
+        raise CommandFailed(f"--costs {path}: {error}", USAGE) from error
+
+
+def _setting(
+    path: Path,
+    trace: "Trace",
+    costs: "Costs",
+    question: Question,
+    nodes: int,
+    until_s: float | None,
+) -> "Setting":
+    from oobleck.core.errors import PlanInfeasible
+    from oobleck.planner.recovery.course import Terms
+    from oobleck.planner.search.firstplan import node_specification
+    from oobleck.planner.simulate.compare import set_up
+    from oobleck.planner.simulate.shapes import Shapes
+
+    profile = question.profile
+    if question.global_batch % profile.microbatch:
+        raise CommandFailed(
+            f"--global-batch {question.global_batch}: it must be a multiple of the micro-batch "
+            f"({profile.microbatch})",
+            USAGE,
+        )
+    most = max(nodes, *(live for _, live in trace.live()))
+    try:
+        sizes = node_specification(
+            profile,
+            nodes=most,
+            fault_tolerance=question.fault_tolerance,
+            min_nodes=question.min_nodes,
+            shadows=question.shadows,
+        )
+        shapes = Shapes(
+            Terms(
+                profile=profile,
+                sizes=sizes,
+                fault_tolerance=question.fault_tolerance,
+                tied=question.tied,
+                schedule_named=question.schedule is not None,
+                shadows=question.shadows,
+            ),
+            microbatches=question.global_batch // profile.microbatch,
+            wanted=question.schedule,
+        )
+        return set_up(trace, shapes, nodes=nodes, costs=costs, until_s=until_s)
+    except PlanInfeasible as error:
+        raise CommandFailed(str(error), USAGE) from error
+    except ValueError as error:
+        raise CommandFailed(f"--trace {path}: {error}", USAGE) from error
+
+
+def _compare(setting: "Setting", policies: Sequence[RecoveryPolicy], nodes: int) -> "Comparison":
+    from oobleck.planner.simulate.compare import compare
+
+    tell, clear = _progress(setting.until_s)
+    try:
+        return compare(setting, policies, nodes, tell)
+    finally:
+        clear()
+
+
+def _progress(until_s: float) -> tuple[Callable[[str, float], None], Callable[[], None]]:
+    """Return what shows progress on a terminal once the replay takes long, and what clears it."""
+    began, shown = time.monotonic(), [0.0]
+    terminal = sys.stderr is not None and sys.stderr.isatty()
+
+    def tell(what: str, at_s: float) -> None:
+        now = time.monotonic()
+        if not terminal or now < began + _QUIET_S or now < shown[0] + 0.1:
+            return
+        shown[0] = now
+        far = f" {100 * at_s / until_s:3.0f}%" if at_s else ""
+        click.echo(f"\r\x1b[K{what}{far}", err=True, nl=False)
+
+    def clear() -> None:
+        if shown[0]:
+            click.echo("\r\x1b[K", err=True, nl=False)
+
+    return tell, clear
+
+
+def simulation_text(data: dict[str, Any], width: int | None = None) -> str:
+    """Return the table of policies, the bounds, and why policies could not go on."""
+    from oobleck.cli.output.table import folded, table
+    from oobleck.host.display import printable
+
+    policies, bounds = data["policies"], data["bounds"]
+    priced = any("cost" in each for each in policies.values())
+    heads = [
+        *("POLICY", "SAMPLES/S", "OF FULL", "USEFUL", "REDONE", "STALLED", "WAITING"),
+        *("RETURNS", "MOVED", "AT RISK"),
+        *(["COST PER MILLION"] if priced else []),
+    ]
+    parts = [table(heads, [_row(name, each) for name, each in policies.items()], width=width)]
+    parts.append(
+        f"bounds: {bounds['free_changes_samples_per_s']:.4g} samples/s if changes were free, "
+        f"{bounds['live_nodes_samples_per_s']:.4g} in proportion to the live nodes, "
+        f"{bounds['full_samples_per_s']:.4g} with all nodes at all times"
+    )
+    for name, each in policies.items():
+        made = ", ".join(
+            f"{rule} {number}" if policy == rule else f"{policy} ({rule}) {number}"
+            for policy, own in each["counts"].items()
+            for rule, number in own.items()
+        )
+        parts.append(f"{name}: {made}" if made else f"{name}: no plan")
+        if each["failed_at"] is not None:
+            parts.append(f"{name} cannot go on from {each['failed_at']:g} s: {each['reason']}")
+    parts += data.get("notes", [])
+    lines = printable("\n".join([parts[0], "", *parts[1:]])).split("\n")
+    return "\n".join(folded(line, width, indent=2) for line in lines)
+
+
+def _row(name: str, each: dict[str, Any]) -> list[object]:
+    from oobleck.core.units import format_bytes
+
+    wall_s = each["wall_s"]
+
+    def share(part_s: float) -> str:
+        return f"{100 * part_s / wall_s:.1f}%"
+
+    spent = each["seconds"]
+    row: list[object] = [
+        name,
+        f"{each['samples_per_s']:.4g}",
+        f"{100 * each['samples_per_s_of_full']:.1f}%",
+        *(share(spent[part]) for part in ("useful", "redone", "stalled", "waiting")),
+        each["returns"],
+        format_bytes(each["moved_bytes"]),
+        share(each["lost_guarantee_s"]),
+    ]
+    if "cost" in each:
+        cost = each["cost_per_million_samples"]
+        row.append("-" if cost is None else f"{cost:.2f}")
+    return row

@@ -1,0 +1,305 @@
+"""Plans remembered by shape, so that a change of a shape seen before is not planned anew.
+
+A shape is a plan whose nodes are named by their places. Places of alike pipelines are
+interchangeable: if one of several alike pipelines is hit, it is taken to be the first of them.
+Asks for every plan by `oobleck.planner.recovery.course`, as the master does. Must not know time.
+"""
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import count as numbers
+from itertools import islice
+
+from oobleck.core.errors import PlanInfeasible
+from oobleck.core.ids import Generation, NodeName, WorkerId
+from oobleck.core.plan import Pipeline, Plan, is_of_pipelines
+from oobleck.core.routes import Hop, Route
+from oobleck.core.schedules import Schedule
+from oobleck.planner.recovery.answer import Answer, Change, situation
+from oobleck.planner.recovery.course import PlanWanted, Terms, after, ask
+from oobleck.planner.recovery.reconfigure import can_lose
+from oobleck.planner.recovery.rules import Next
+from oobleck.planner.recovery.uneven.candidates import staying_s
+from oobleck.planner.search.catalogue import Catalogue
+from oobleck.planner.search.firstplan import make_first_plan
+
+_FIRST, _SECOND = Generation(1), Generation(2)
+#: Least time of a step: a profile may say that layers take none.
+_LEAST_STEP_S = 1e-6
+#: Rates of nodes that are slow: those in the plan by seat, others by their number from -1 down.
+Rates = tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Shape:
+    """Plan of places, and the base of later plans. There is one object for each."""
+
+    plan: Plan
+    base: Plan
+    #: Name of each place in the plan; its number is its seat.
+    nodes: tuple[NodeName, ...]
+    #: Alike pipelines, as the seats of each; none where nodes of the plan are slow.
+    alike: tuple[tuple[tuple[int, ...], ...], ...]
+    #: Sets of seats of which each holds a layer.
+    holders: tuple[frozenset[int], ...]
+    can_lose: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """Next plan, as a shape, and what it takes to get there."""
+
+    shape: Shape
+    #: For each of its seats the seat before; fresh nodes by their number from -1 down.
+    seats: tuple[int, ...]
+    step_s: float
+    stall_s: float = 0.0
+    moved_bytes: int = 0
+    outrun_bytes: int = 0
+    policy: str = ""
+    rule: str = ""
+    then: Next | None = None
+
+
+class Shapes:
+    """Shapes of one job, and the changes of them that were asked for."""
+
+    def __init__(
+        self,
+        terms: Terms,
+        *,
+        microbatches: int,
+        wanted: Schedule | None = None,
+    ) -> None:
+        self.terms = terms
+        self.microbatches = microbatches
+        self._wanted = wanted
+        self._catalogue = Catalogue(tied=terms.tied)
+        self._known: dict[tuple[Plan, Plan], Shape] = {}
+        self._first: dict[tuple[int, int], Outcome | PlanInfeasible] = {}
+        self._asked: dict[object, Outcome | PlanInfeasible] = {}
+        self._staying: dict[object, float] = {}
+
+    def first(self, nodes: int, pipelines: int | None = None) -> Outcome:
+        """Return the first plan for so many nodes; `pipelines`: the fewest, by default those for
+        the fault tolerance. Raises PlanInfeasible."""
+        least = self.terms.fault_tolerance + 1 if pipelines is None else pipelines
+        key = nodes, least
+        if key not in self._first:
+            try:
+                self._first[key] = self._make_first(nodes, least)
+            except PlanInfeasible as infeasible:
+                self._first[key] = infeasible
+        return _found(self._first[key])
+
+    def ask(
+        self,
+        shape: Shape,
+        gone: Collection[int],
+        fresh: int,
+        wanted: PlanWanted,
+        rates: Rates = (),
+    ) -> Outcome:
+        """Return the `wanted` plan without the `gone` seats and with so many fresh nodes. Raises
+        PlanInfeasible."""
+        key = id(shape), frozenset(gone), fresh, wanted, rates
+        if key not in self._asked:
+            try:
+                self._asked[key] = self._answered(shape, gone, fresh, wanted, rates)
+            except PlanInfeasible as infeasible:
+                self._asked[key] = infeasible
+        return _found(self._asked[key])
+
+    def staying_s(self, shape: Shape, rates: Rates) -> float:
+        """Return the seconds of a step of the plan as it is, at these rates."""
+        key = id(shape), rates
+        if key not in self._staying:
+            change, _ = self._change(shape, (), 0, rates)
+            self._staying[key] = max(staying_s(situation(change)), _LEAST_STEP_S)
+        return self._staying[key]
+
+    def _make_first(self, nodes: int, pipelines: int) -> Outcome:
+        if not nodes:
+            raise PlanInfeasible("no node is live")
+        terms = self.terms
+        found = make_first_plan(
+            self._catalogue,
+            terms.sizes,
+            [NodeName(f"s{number:05}") for number in range(nodes)],
+            profile=terms.profile,
+            microbatches=self.microbatches,
+            min_pipelines=pipelines,
+            generation=_FIRST,
+            wanted=self._wanted,
+            shadows=terms.shadows,
+        )
+        plan = found.plan
+        shape, before = self._shape(plan, plan)
+        seat = {name: -1 - number for number, name in enumerate(plan.nodes)}
+        return Outcome(
+            shape=shape,
+            seats=tuple(seat[name] for name in before),
+            step_s=max(found.choice.step_s, _LEAST_STEP_S),
+            policy="templates",
+            rule="first",
+        )
+
+    def _answered(
+        self, shape: Shape, gone: Collection[int], fresh: int, wanted: PlanWanted, rates: Rates
+    ) -> Outcome:
+        change, seat = self._change(shape, gone, fresh, rates)
+        found: Answer = ask(change, wanted)
+        following = after(change, found)
+        made, before = self._shape(following.plan, following.base)
+        return Outcome(
+            shape=made,
+            seats=tuple(seat[name] for name in before),
+            step_s=max(found.step_s, _LEAST_STEP_S),
+            stall_s=found.stall_s,
+            moved_bytes=found.moved_bytes,
+            outrun_bytes=found.outrun_bytes,
+            policy=found.policy,
+            rule=found.found.rule,
+            then=found.then,
+        )
+
+    def _change(
+        self, shape: Shape, gone: Collection[int], fresh: int, rates: Rates
+    ) -> tuple[Change, Mapping[NodeName, int]]:
+        """Return the change, and the seat of each live node."""
+        used = {*shape.nodes, *shape.base.nodes}
+        unused = (name for k in numbers() if (name := NodeName(f"t{k:05}")) not in used)
+        seat = {name: number for number, name in enumerate(shape.nodes) if number not in gone}
+        seat |= {name: -1 - number for number, name in enumerate(islice(unused, fresh))}
+        rate = dict(rates)
+        slots = range(self.terms.profile.gpus_per_node)
+        change = self.terms.change(
+            self._catalogue,
+            plan=shape.plan,
+            base=shape.base,
+            live=sorted(seat),
+            generation=_SECOND,
+            rates={
+                WorkerId(name, slot): rate[number]
+                for name, number in sorted(seat.items())
+                if number in rate
+                for slot in slots
+            },
+        )
+        return change, seat
+
+    def _shape(self, plan: Plan, base: Plan) -> tuple[Shape, Sequence[NodeName]]:
+        """Return the shape, and the name in `plan` of each of its seats."""
+        names: Sequence[NodeName]
+        if base is plan and plan.listing is None and not plan.rates:
+            plan, names = _by_places(plan)
+            base = plan
+        else:
+            same = base is plan
+            plan = replace(plan, generation=_FIRST)
+            base = plan if same else replace(base, generation=_FIRST)
+            names = plan.nodes
+        key = plan, base
+        if key not in self._known:
+            self._known[key] = _shape_of(plan, base)
+        return self._known[key], names
+
+
+def _found(known: Outcome | PlanInfeasible) -> Outcome:
+    if isinstance(known, PlanInfeasible):
+        raise known.with_traceback(None)
+    return known
+
+
+def _shape_of(plan: Plan, base: Plan) -> Shape:
+    nodes = plan.nodes
+    seat = {name: number for number, name in enumerate(nodes)}
+    alike: dict[object, list[tuple[int, ...]]] = defaultdict(list)
+    if base is plan and not plan.rates and is_of_pipelines(plan):
+        for pipeline in plan.pipelines:
+            alike[_kind(pipeline)].append(tuple(seat[name] for name in pipeline.nodes))
+    return Shape(
+        plan=plan,
+        base=base,
+        nodes=nodes,
+        alike=tuple(tuple(own) for own in alike.values() if len(own) > 1),
+        holders=tuple({frozenset(seat[name] for name in own): 0 for own in plan.layer_nodes()}),
+        can_lose=can_lose(plan),
+    )
+
+
+def _kind(pipeline: Pipeline) -> tuple[object, ...]:
+    """Return what alike pipelines have in common; bigger pipelines come first in its order."""
+    places = {name: number for number, name in enumerate(pipeline.nodes)}
+    return (
+        -len(pipeline.nodes),
+        -pipeline.microbatches,
+        tuple(
+            (
+                hold.first_layer,
+                hold.resident,
+                tuple((places[worker.node], worker.slot) for worker in hold.workers),
+            )
+            for hold in pipeline.stages
+        ),
+    )
+
+
+def _by_places(plan: Plan) -> tuple[Plan, Sequence[NodeName]]:
+    """Return the plan with its nodes named by their places, and the name before of each."""
+    if is_of_pipelines(plan):
+        pipelines = sorted(plan.pipelines, key=_kind)
+        before = [name for pipeline in pipelines for name in pipeline.nodes]
+    else:
+        pipelines = []
+        before = list(dict.fromkeys(hold.workers[0].node for hold in plan.holds))
+    place = {name: NodeName(f"s{number:05}") for number, name in enumerate(before)}
+
+    def moved(workers: Iterable[WorkerId]) -> tuple[WorkerId, ...]:
+        return tuple(WorkerId(place[worker.node], worker.slot) for worker in workers)
+
+    if pipelines:
+        renamed = [
+            replace(
+                each,
+                nodes=tuple(place[name] for name in each.nodes),
+                stages=tuple(replace(one, workers=moved(one.workers)) for one in each.stages),
+            )
+            for each in pipelines
+        ]
+        return (
+            Plan.of_pipelines(renamed, generation=_FIRST, schedule=plan.schedule),
+            before,
+        )
+
+    def hop(one: Hop) -> Hop:
+        return replace(one, workers=moved(one.workers))
+
+    return (
+        replace(
+            plan,
+            generation=_FIRST,
+            holds=tuple(replace(one, workers=moved(one.workers)) for one in plan.holds),
+            routes=tuple(
+                Route(hops=tuple(hop(one) for one in route.hops), microbatches=route.microbatches)
+                for route in plan.routes
+            ),
+        ),
+        before,
+    )
+
+
+def swapped(shape: Shape, gone: Collection[int]) -> Sequence[int] | None:
+    """Return an order of the seats that puts hit ones of alike pipelines first: for each seat the
+    one that takes its place. None: the seats as they are."""
+    if not gone or not shape.alike:
+        return None
+    order = list(range(len(shape.nodes)))
+    for own in shape.alike:
+        hits = [tuple(seat in gone for seat in seats) for seats in own]
+        ranked = sorted(range(len(own)), key=lambda number: hits[number], reverse=True)
+        for number, other in enumerate(ranked):
+            for to, seat in zip(own[number], own[other], strict=True):
+                order[to] = seat
+    return order

@@ -1,0 +1,198 @@
+"""Traces of a cluster: when nodes come, go, get slow or are about to go. Read and written as CSV.
+
+Owns the form of a trace, and which rows contradict each other. Must not know jobs nor plans.
+"""
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from itertools import groupby
+
+#: - add, remove: a node is there from then on, or gone with all that it holds.
+#: - slow: its workers compute at this share of the profiled speed; 1: they are well again.
+#: - notice: it will be removed after so many seconds, so it is drained.
+#: - repair: its worker process has died and is started anew.
+EVENTS = ("add", "remove", "slow", "notice", "repair")
+_WITH_VALUE = ("slow", "notice")
+_COLUMNS = ["time_s", "event", "node", "value"]
+#: Latest time, seconds: a hundred years.
+_LATEST_S = 3.2e9
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Row of a trace."""
+
+    time_s: float
+    event: str
+    node: str
+    #: Rate of `slow`, seconds of `notice`.
+    value: float | None = None
+    line: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Instant:
+    """All that happens at one time, as one event."""
+
+    time_s: float
+    #: Line of its first row.
+    line: int
+    #: Nodes that go; one of the same name in `added` is a new one.
+    removed: tuple[str, ...] = ()
+    added: tuple[str, ...] = ()
+    #: Rates of nodes.
+    rates: dict[str, float] = field(default_factory=dict)
+    noticed: tuple[str, ...] = ()
+    repaired: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trace:
+    """Changes of a cluster's nodes, in order of time."""
+
+    instants: tuple[Instant, ...]
+
+    @property
+    def end_s(self) -> float:
+        """Time of the last row."""
+        return self.instants[-1].time_s
+
+    def live(self) -> Iterator[tuple[Instant, int]]:
+        """Yield each instant with the number of live nodes from then on."""
+        count = 0
+        for instant in self.instants:
+            count += len(instant.added) - len(instant.removed)
+            yield instant, count
+
+
+def parse_trace(text: str) -> Trace:
+    """Parse a trace. Raises ValueError with the line and the fix."""
+    return trace_of(_rows(text.splitlines()))
+
+
+def trace_of(rows: Iterable[Row]) -> Trace:
+    """Return the trace of these rows. Raises ValueError with the line and the fix."""
+    present: set[str] = set()
+    instants = [
+        _instant(time_s, list(own), present)
+        for time_s, own in groupby(_in_order(rows), key=lambda row: row.time_s)
+    ]
+    if not instants:
+        raise ValueError("line 1: no rows; give at least the nodes at time 0, as 0,add,n1")
+    return Trace(instants=tuple(instants))
+
+
+def format_trace(rows: Iterable[Row]) -> str:
+    """Format rows as the text of a trace."""
+    lines = [",".join(_COLUMNS)]
+    for row in rows:
+        value = "" if row.value is None else f"{row.value:g}"
+        lines.append(f"{row.time_s:.3f},{row.event},{row.node},{value}")
+    return "\n".join(lines) + "\n"
+
+
+def _rows(lines: list[str]) -> Iterator[Row]:
+    first = lines[0].lstrip("\ufeff").strip().split(",") if lines else []
+    if [cell.strip() for cell in first] not in (_COLUMNS, _COLUMNS[:3]):
+        raise ValueError(
+            "line 1: no header; it must be time_s,event,node or time_s,event,node,value"
+        )
+    for number, line in enumerate(lines[1:], start=2):
+        if not line.strip():
+            continue
+        cells = [cell.strip() for cell in line.split(",")]
+        if not 3 <= len(cells) <= 4:
+            raise ValueError(f"line {number}: {len(cells)} columns; give {','.join(_COLUMNS)}")
+        yield _row(number, *cells)
+
+
+def _row(number: int, time: str, event: str, node: str, value: str = "") -> Row:
+    time_s = _number(time)
+    if time_s is None or not 0 <= time_s <= _LATEST_S:
+        raise ValueError(f"line {number}: time_s is {time!r}; give seconds from 0 on")
+    if event not in EVENTS:
+        near = get_close_matches(event, EVENTS, 1)
+        fix = f"did you mean {near[0]}?" if near else f"give one of {', '.join(EVENTS)}"
+        raise ValueError(f"line {number}: unknown event {event!r}; {fix}")
+    if not node or not node.isprintable():
+        raise ValueError(f"line {number}: node is {node!r}; name the node")
+    found = _number(value)
+    if event not in _WITH_VALUE:
+        if value:
+            raise ValueError(f"line {number}: {event} takes no value, and has {value!r}; remove it")
+    elif event == "slow" and (found is None or not 0 < found <= 1):
+        raise ValueError(
+            f"line {number}: the rate is {value!r}; give the share of the profiled speed, above 0 "
+            "and at most 1"
+        )
+    elif event == "notice" and (found is None or not 0 <= found <= _LATEST_S):
+        raise ValueError(
+            f"line {number}: the notice is {value!r}; give the seconds until the node is removed"
+        )
+    return Row(time_s, event, node, found if event in _WITH_VALUE else None, number)
+
+
+def _number(text: str) -> float | None:
+    try:
+        found = float(text)
+    except ValueError:
+        return None
+    return found if math.isfinite(found) else None
+
+
+def _in_order(rows: Iterable[Row]) -> Iterator[Row]:
+    before_s = 0.0
+    for row in rows:
+        if row.time_s < before_s:
+            raise ValueError(
+                f"line {row.line}: goes back in time, from {before_s:g} s to {row.time_s:g} s; "
+                "sort the rows by time"
+            )
+        before_s = row.time_s
+        yield row
+
+
+def _instant(time_s: float, rows: list[Row], present: set[str]) -> Instant:
+    """Return the instant of `rows`, and keep the nodes `present` up to date."""
+    before = frozenset(present)
+    rates: dict[str, float] = {}
+    told: dict[str, dict[str, None]] = {event: {} for event in EVENTS}
+    for row in rows:
+        node = row.node
+        if row.event == "add":
+            if node in present:
+                raise ValueError(
+                    f"line {row.line}: adds {node}, which is there already; remove it first or "
+                    "name another node"
+                )
+            present.add(node)
+            told["add"][node] = None
+            continue
+        if node not in present:
+            raise ValueError(
+                f"line {row.line}: {row.event} of {node}, which is not there; add it before, as "
+                f"0,add,{node}"
+            )
+        if row.event == "slow":
+            assert row.value is not None, "checked by the parser"
+            rates[node] = row.value
+            continue
+        if row.event == "remove":
+            present.discard(node)
+            rates.pop(node, None)
+            for others in told.values():
+                others.pop(node, None)
+            if node not in before:
+                continue  # it has come and gone
+        told[row.event][node] = None
+    return Instant(
+        time_s=time_s,
+        line=rows[0].line,
+        removed=tuple(told["remove"]),
+        added=tuple(told["add"]),
+        rates=rates,
+        noticed=tuple(told["notice"]),
+        repaired=tuple(told["repair"]),
+    )

@@ -1,0 +1,347 @@
+"""Replays of traces: what each moment is spent on, against sums by hand and a plain loop."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from oobleck.core.job.spec import RecoveryPolicy
+from oobleck.core.profile import Profile
+from oobleck.planner.recovery.course import Terms
+from oobleck.planner.report.report import make_report
+from oobleck.planner.search.firstplan import node_specification
+from oobleck.planner.simulate.account import Result
+from oobleck.planner.simulate.compare import compare, set_up
+from oobleck.planner.simulate.costs import Costs, parse_costs
+from oobleck.planner.simulate.replay import replay
+from oobleck.planner.simulate.shapes import Shapes
+from oobleck.planner.simulate.trace import Row, Trace, trace_of
+from support.profiles import LINKS, profile_of
+
+POLICIES: Sequence[RecoveryPolicy] = ("auto", "templates", "reroute", "uneven")
+#: A layer's state takes a second; two nodes hold the model.
+PROFILE = profile_of(
+    [0.5, 0.25, 0.25, 0.5, 0.25, 0.25],
+    state=1000,
+    activation=1,
+    memory=3500,
+    links=replace(LINKS, inter_node_bytes_per_s=1e3),
+)
+NODES, MICROBATCHES = 6, 12
+#: Exact in ticks.
+COSTS = Costs(
+    detect_s=0.5, plan_s=0.125, abort_s=0.25, meeting_s=0.125, salvage=0.5, checkpoint_every_s=0
+)
+
+
+@cache
+def shapes(profile: Profile = PROFILE, nodes: int = NODES, fault_tolerance: int = 1) -> Shapes:
+    sizes = node_specification(profile, nodes=nodes, fault_tolerance=fault_tolerance)
+    terms = Terms(
+        profile=profile,
+        sizes=sizes,
+        fault_tolerance=fault_tolerance,
+        tied=False,
+        schedule_named=False,
+        shadows=False,
+    )
+    return Shapes(terms, microbatches=MICROBATCHES)
+
+
+def trace(*rows: tuple[float, str, str] | tuple[float, str, str, float]) -> Trace:
+    there = [Row(0.0, "add", f"n{number}") for number in range(1, NODES + 1)]
+    return trace_of([*there, *(Row(*row) for row in rows)])
+
+
+def result(
+    found: Trace, until_s: float, policy: RecoveryPolicy = "templates", costs: Costs = COSTS
+) -> Result:
+    setting = set_up(found, shapes(), nodes=NODES, costs=costs, until_s=until_s)
+    return replay(setting, policy)
+
+
+def test_without_events_every_moment_is_useful() -> None:
+    step_s = shapes().first(NODES).step_s
+    found = result(trace(), 10.25 * step_s)
+    assert found.account.steps == 10
+    assert found.samples == pytest.approx(10.25 * MICROBATCHES, rel=1e-6)
+    data = found.data()
+    assert data["badput"] == {}
+    assert data["goodput"] == 1
+    assert data["samples_per_s_of_full"] == pytest.approx(1)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_one_loss_is_what_plan_lost_tells(policy: RecoveryPolicy) -> None:
+    report = make_report(
+        PROFILE,
+        nodes=NODES,
+        fault_tolerance=1,
+        global_batch=MICROBATCHES,
+        lost=1,
+        policy=policy,
+    ).data()
+    (loss,) = report["after_losses"]
+    own = loss["policies"][loss["policy"]]
+    step_s = report["plan"]["step_s"]
+    at = 2.25 * step_s
+    first = shapes().first(NODES).shape
+    lost = next(n for p in first.plan.pipelines for n in reversed(p.nodes))
+    node = f"n{first.nodes.index(lost) + 1}"
+    until_s = at + 1 + own["stall_s"] + 0.75 * own["step_s"]
+    found = result(trace((at, "remove", node)), until_s, policy)
+    assert found.account.counts == {
+        ("templates", "first"): 1,
+        (loss["policy"], loss["rule"]): 1,
+    }
+    assert found.account.moved_bytes == own["moved_bytes"]
+    told = found.data()
+    assert told["seconds"]["stalled"] == pytest.approx(1 + own["stall_s"], abs=1e-5)
+    # A quarter of a step is broken and half of that is kept, then three quarters are done.
+    assert told["seconds"]["redone"] == pytest.approx(0.125 * step_s, abs=1e-5)
+    assert found.samples == pytest.approx((2 + 0.125 + 0.75) * MICROBATCHES, rel=1e-4)
+
+
+def plain(losses: Sequence[float], until_s: float, policy: RecoveryPolicy) -> tuple[float, ...]:
+    """A loop over short times: the samples, and the useful, redone and stalled seconds."""
+    report = make_report(
+        PROFILE,
+        nodes=NODES,
+        fault_tolerance=1,
+        global_batch=MICROBATCHES,
+        lost=len(losses),
+        policy=policy,
+    ).data()
+    plans = [report["plan"]["step_s"]]
+    stalls = []
+    for loss in report["after_losses"]:
+        own = loss["policies"][loss["policy"]]
+        plans.append(own["step_s"])
+        stalls.append(1 + own["stall_s"])
+    short_s = 1 / 512
+    samples = useful = redone = stalled = share = spent = left = 0.0
+    now, number = 0.0, 0
+    while now < until_s:
+        if number < len(losses) and now >= losses[number]:
+            share, redone, useful = share / 2, redone + spent / 2, useful - spent / 2
+            spent, left = spent / 2, stalls[number]
+            number += 1
+        if left > 0:
+            left -= short_s
+            stalled += short_s
+        else:
+            share += short_s / plans[number]
+            useful += short_s
+            spent += short_s
+            if share >= 1:
+                samples, share, spent = samples + MICROBATCHES, share - 1, 0.0
+        now += short_s
+    return samples + share * MICROBATCHES, useful, redone, stalled
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_losses_cost_what_a_plain_loop_says(seed: int) -> None:
+    rng = random.Random(seed)
+    step_s = shapes().first(NODES).step_s
+    losses = [rng.uniform(3, 5) * step_s, rng.uniform(9, 12) * step_s]
+    until_s = 20 * step_s
+    # The planner's report loses the last node of the first pipeline, then the one before it.
+    first = shapes().first(NODES).shape
+    names = [f"n{first.nodes.index(n) + 1}" for n in reversed(first.plan.pipelines[0].nodes)]
+    rows = [(at, "remove", name) for at, name in zip(losses, names[:2], strict=True)]
+    found = result(trace(*rows), until_s)
+    told = found.data()["seconds"]
+    samples, useful, redone, stalled = plain(losses, until_s, "templates")
+    assert found.samples == pytest.approx(samples, rel=2e-3)
+    assert told["useful"] == pytest.approx(useful, rel=2e-3)
+    assert told["redone"] == pytest.approx(redone, abs=0.05)
+    assert told["stalled"] == pytest.approx(stalled, abs=0.05)
+
+
+def test_a_node_joins_at_a_step_boundary_and_nothing_is_redone() -> None:
+    step_s = shapes().first(NODES).step_s
+    found = result(trace((1, "remove", "n3"), (40 * step_s, "add", "x")), 200 * step_s)
+    rules = {rule for _, rule in found.account.counts}
+    assert "join" in rules or "reshape" in rules
+    assert set(found.data()["badput"]) == {
+        *("detect", "plan", "abort", "meeting", "transfer", "redone_step", "switch")
+    }
+    assert found.account.badput["switch"] == round(COSTS.switch_s * (1 << 24))
+
+
+def test_a_notice_long_enough_leaves_nothing_to_redo() -> None:
+    step_s = shapes().first(NODES).step_s
+    early = result(trace((5, "notice", "n2", 9 * step_s), (5 + 9 * step_s, "remove", "n2")), 500)
+    assert set(early.data()["badput"]) == {"switch"}
+    late = result(trace((5, "notice", "n2", 0.25), (5.25, "remove", "n2")), 500)
+    assert late.account.badput["redone_step"] > 0
+    assert early.samples > late.samples
+
+
+def test_a_job_waits_for_nodes_and_goes_on_with_what_survivors_hold() -> None:
+    # Two nodes hold the model; only one of them is left.
+    gone = [(10, "remove", f"n{number}") for number in range(1, NODES)]
+    costs = replace(COSTS, checkpoint_every_s=1e6, load_s=3)
+    stuck = result(trace(*gone), 100, costs=costs)
+    assert stuck.failed_at == 10
+    assert "needs at least 2 nodes" in stuck.reason
+    assert stuck.data()["seconds"]["waiting"] == 90
+    back = result(trace(*gone, (50, "add", "x")), 100, costs=costs)
+    assert back.failed_at is None
+    # The step before is lost with its layers, so all begins anew from the beginning.
+    assert back.account.returns == 1
+    assert back.data()["badput"]["load"] == 3
+    assert back.data()["seconds"]["waiting"] == 41, "they settle for a second"
+
+
+def test_a_return_undoes_the_steps_since_the_checkpoint() -> None:
+    step_s = shapes().first(NODES).step_s
+    gone = [(29.5 * step_s, "remove", f"n{number}") for number in range(1, NODES + 1)]
+    there = [(29.5 * step_s, "add", f"m{number}") for number in range(1, NODES + 1)]
+    costs = replace(COSTS, checkpoint_every_s=10 * step_s, load_s=2, save_s=0.25)
+    # Saves come after 10 and 20 steps.
+    found = result(trace(*gone, *there), 60 * step_s, costs=costs)
+    assert found.account.returns == 1
+    assert found.account.badput["load"] == 2 << 24
+    assert 9 * MICROBATCHES <= found.account.redone_samples <= 10 * MICROBATCHES
+    none = result(trace(*gone, *there), 60 * step_s)
+    assert none.failed_at == pytest.approx(29.5 * step_s)
+    assert none.reason == "the last holder of a layer is lost, and there are no checkpoints"
+    assert none.samples == 0
+
+
+def test_a_process_that_dies_gets_its_state_from_others() -> None:
+    found = result(trace((30, "repair", "n1")), 100)
+    assert found.account.counts["templates", "replace"] == 1
+    assert found.account.moved_bytes > 0
+    assert set(found.data()["badput"]) == {
+        *("detect", "plan", "abort", "process", "meeting", "transfer", "redone_step")
+    }
+
+
+def test_a_slow_node_is_evened_out_by_the_policies_that_do_so() -> None:
+    slow = trace((30, "slow", "n1", 0.25))
+    found = {policy: result(slow, 2000, policy) for policy in ("templates", "uneven")}
+    assert found["uneven"].samples > 1.05 * found["templates"].samples
+    assert found["uneven"].account.counts.total() == 2
+    well = result(trace((30, "slow", "n1", 0.25), (31, "slow", "n1", 1)), 2000, "templates")
+    assert well.samples == pytest.approx(result(trace(), 2000).samples, rel=0.01)
+
+
+EVENTS = st.lists(
+    st.tuples(
+        st.integers(0, 400),
+        st.sampled_from(["add", "remove", "slow", "notice", "repair"]),
+        st.integers(1, NODES + 2),
+        st.sampled_from([0.25, 0.5, 1.0]),
+    ),
+    max_size=14,
+)
+
+
+def rows_of(events: Sequence[tuple[int, str, int, float]]) -> list[Row]:
+    """Those of the events that do not contradict each other."""
+    there = {f"n{number}" for number in range(1, NODES + 1)}
+    rows = [Row(0.0, "add", name) for name in sorted(there)]
+    for at, event, number, value in sorted(events):
+        name = f"n{number}"
+        if (event == "add") == (name in there):
+            continue
+        (there.add if event == "add" else there.discard)(name) if event in (
+            "add",
+            "remove",
+        ) else None
+        told = {"slow": value, "notice": 60 * value}.get(event)
+        rows.append(Row(at / 4, event, name, told))
+    return rows
+
+
+@settings(max_examples=60, deadline=None)
+@given(EVENTS, st.sampled_from(POLICIES), st.sampled_from([0.0, 7.0, 60.0]))
+def test_every_moment_is_in_the_account_once(
+    events: list[tuple[int, str, int, float]], policy: RecoveryPolicy, every_s: float
+) -> None:
+    costs = replace(COSTS, checkpoint_every_s=every_s, load_s=1.5, save_s=0.125, first_step_s=0.25)
+    found = trace_of(rows_of(events))
+    one = result(found, 150, policy, costs)
+    data = one.data()
+    assert one.account.wall == 150 << 24
+    assert sum(data["seconds"].values()) == data["wall_s"] == 150
+    assert data["seconds"]["useful"] + sum(data["badput"].values()) == 150
+    assert min(data["seconds"].values()) >= 0
+    assert min(data["badput"].values(), default=0) >= 0
+    assert 0 <= one.share <= 1
+    live = sum(
+        (min(150, after) - before) * count for before, after, count in spans([*found.live()], 150)
+    )
+    assert 0 <= data["idle_node_s"] <= live
+    # No plan is quicker than the work it does: useful time is at most what all nodes would need.
+    assert one.samples <= data["seconds"]["useful"] * one.full * 1.05 + 1e-6
+    # It is the same whatever was planned before.
+    shapes.cache_clear()
+    assert result(found, 150, policy, costs).data() == data
+
+
+def spans(live: Sequence[tuple[object, int]], until_s: float) -> list[tuple[float, float, int]]:
+    times = [getattr(instant, "time_s") for instant, _ in live]  # noqa: B009
+    ends = [*times[1:], until_s]
+    return [(at, end, count) for at, end, (_, count) in zip(times, ends, live, strict=True)]
+
+
+def test_bounds_follow_from_the_live_nodes() -> None:
+    found = trace((50, "remove", "n1"), (50, "remove", "n2"), (75, "add", "x"))
+    setting = set_up(found, shapes(), nodes=NODES, costs=COSTS, until_s=100)
+    bounds = compare(setting, ["templates"], NODES).bounds
+    step = {count: shapes().first(count).step_s for count in (4, 5, 6)}
+    mean = (50 / step[6] + 25 / step[4] + 25 / step[5]) / 100
+    assert bounds.free_changes == pytest.approx(MICROBATCHES * mean)
+    assert bounds.full == pytest.approx(MICROBATCHES / step[6])
+    assert bounds.live_nodes == pytest.approx(bounds.full * (50 * 6 + 25 * 4 + 25 * 5) / 600)
+
+
+def test_a_trace_without_enough_nodes_is_refused() -> None:
+    rows = [Row(0.0, "add", "a", line=2), Row(1.0, "add", "b", line=3), Row(2.0, "remove", "a")]
+    with pytest.raises(ValueError, match=r"^line 3: there are never more than 2 nodes: needs 4"):
+        set_up(trace_of(rows), shapes(), nodes=NODES, costs=COSTS, until_s=None)
+
+
+def test_alike_pipelines_are_planned_once() -> None:
+    own = shapes.__wrapped__(PROFILE, 12, 1)
+    rows = [Row(0.0, "add", f"n{number}") for number in range(12)]
+    setting = set_up(trace_of(rows), own, nodes=12, costs=COSTS, until_s=100)
+    plans = set()
+    for number in range(12):
+        lost = trace_of([*rows, Row(50.0, "remove", f"n{number}")])
+        found = replay(replace(setting, trace=lost), "templates")
+        plans.add(round(found.samples, 6))
+    first = own.first(12).shape
+    kinds = {(len(p.nodes), p.nodes.index(n)) for p in first.plan.pipelines for n in p.nodes}
+    assert len(own._asked) <= len(kinds) < 12
+    assert len(plans) <= len(kinds)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ('{\n "detect": 1}', "line 2: unknown cost 'detect'; did you mean detect_s?"),
+        ('{"plan_s": 1,\n\n"abort_s": -1}', "line 3: abort_s is -1.0; give at least 0"),
+        ('{"salvage": 1.5}', "line 1: salvage is 1.5; give at least 0 and at most 1"),
+        ('{"load_s": "x"}', 'line 1: load_s is "x"; give a number'),
+        ('{"load_s": true}', "line 1: load_s is true; give a number"),
+        ('{"load_s": NaN}', "line 1: load_s is nan; give at least 0"),
+        ("{\n", "line 2: not JSON"),
+        ("[1]", "line 1: give one JSON object"),
+    ],
+)
+def test_wrong_costs_are_refused_with_their_line_and_the_fix(text: str, told: str) -> None:
+    with pytest.raises(ValueError, match="line") as refused:
+        parse_costs(text)
+    assert str(refused.value).startswith(told)
+
+
+def test_costs_replace_the_defaults() -> None:
+    assert parse_costs('{"detect_s": 3, "salvage": 0.87}') == Costs(detect_s=3.0, salvage=0.87)
