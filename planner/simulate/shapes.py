@@ -14,7 +14,6 @@ from itertools import islice
 from oobleck.core.errors import PlanInfeasible
 from oobleck.core.ids import Generation, NodeName, WorkerId
 from oobleck.core.plan import Pipeline, Plan, is_of_pipelines
-from oobleck.core.routes import Hop, Route
 from oobleck.core.schedules import Schedule
 from oobleck.planner.recovery.answer import Answer, Change, situation
 from oobleck.planner.recovery.course import PlanWanted, Terms, after, ask
@@ -76,7 +75,7 @@ class Shapes:
         self.microbatches = microbatches
         self._wanted = wanted
         self._catalogue = Catalogue(tied=terms.tied)
-        self._known: dict[tuple[Plan, Plan], Shape] = {}
+        self._known: dict[object, Shape] = {}
         self._first: dict[tuple[int, int], Outcome | PlanInfeasible] = {}
         self._asked: dict[object, Outcome | PlanInfeasible] = {}
         self._staying: dict[object, float] = {}
@@ -191,15 +190,22 @@ class Shapes:
 
     def _shape(self, plan: Plan, base: Plan) -> tuple[Shape, Sequence[NodeName]]:
         """Return the shape, and the name in `plan` of each of its seats."""
-        names: Sequence[NodeName]
+        key: object
         if base is plan and plan.listing is None and not plan.rates:
+            if is_of_pipelines(plan):
+                pipelines = sorted(plan.pipelines, key=_kind)
+                key = (plan.schedule, tuple(map(_kind, pipelines)))
+                if key not in self._known:
+                    self._known[key] = _of_pipelines(pipelines, plan.schedule)
+                names = [name for pipeline in pipelines for name in pipeline.nodes]
+                return self._known[key], names
             plan, names = _by_places(plan)
             base = plan
         else:
             same = base is plan
             plan = replace(plan, generation=_FIRST)
             base = plan if same else replace(base, generation=_FIRST)
-            names = plan.nodes
+            names = list(plan.nodes)
         key = plan, base
         if key not in self._known:
             self._known[key] = _shape_of(plan, base)
@@ -212,21 +218,44 @@ def _found(known: Outcome | PlanInfeasible) -> Outcome:
     return known
 
 
-def _shape_of(plan: Plan, base: Plan) -> Shape:
-    nodes = plan.nodes
-    seat = {name: number for number, name in enumerate(nodes)}
+def _shape_of(plan: Plan, base: Plan, pipelines: Sequence[Pipeline] = ()) -> Shape:
+    """Return the shape of a plan; `pipelines`: those that it is made of, if it is."""
+    seat = {name: number for number, name in enumerate(plan.nodes)}
     alike: dict[object, list[tuple[int, ...]]] = defaultdict(list)
-    if base is plan and not plan.rates and is_of_pipelines(plan):
-        for pipeline in plan.pipelines:
-            alike[_kind(pipeline)].append(tuple(seat[name] for name in pipeline.nodes))
+    for pipeline in pipelines:
+        alike[_kind(pipeline)].append(tuple(seat[name] for name in pipeline.nodes))
     return Shape(
         plan=plan,
         base=base,
-        nodes=nodes,
+        nodes=plan.nodes,
         alike=tuple(tuple(own) for own in alike.values() if len(own) > 1),
         holders=tuple({frozenset(seat[name] for name in own): 0 for own in plan.layer_nodes()}),
         can_lose=can_lose(plan),
     )
+
+
+def _of_pipelines(pipelines: Sequence[Pipeline], schedule: Schedule) -> Shape:
+    """Return the shape of a plan that is made of these pipelines, with nodes named by places."""
+    place = _places(name for pipeline in pipelines for name in pipeline.nodes)
+    renamed = [
+        replace(
+            each,
+            nodes=tuple(place[name] for name in each.nodes),
+            stages=tuple(replace(one, workers=_moved(one.workers, place)) for one in each.stages),
+        )
+        for each in pipelines
+    ]
+    plan = Plan.of_pipelines(renamed, generation=_FIRST, schedule=schedule)
+    return _shape_of(plan, plan, renamed)
+
+
+def _places(names: Iterable[NodeName]) -> dict[NodeName, NodeName]:
+    """Return the name of the place that each of these nodes has."""
+    return {name: NodeName(f"s{number:05}") for number, name in enumerate(names)}
+
+
+def _moved(workers: Iterable[WorkerId], place: Mapping[NodeName, NodeName]) -> tuple[WorkerId, ...]:
+    return tuple(WorkerId(place[worker.node], worker.slot) for worker in workers)
 
 
 def _kind(pipeline: Pipeline) -> tuple[object, ...]:
@@ -246,48 +275,19 @@ def _kind(pipeline: Pipeline) -> tuple[object, ...]:
     )
 
 
-def _by_places(plan: Plan) -> tuple[Plan, Sequence[NodeName]]:
+def _by_places(plan: Plan) -> tuple[Plan, list[NodeName]]:
     """Return the plan with its nodes named by their places, and the name before of each."""
-    if is_of_pipelines(plan):
-        pipelines = sorted(plan.pipelines, key=_kind)
-        before = [name for pipeline in pipelines for name in pipeline.nodes]
-    else:
-        pipelines = []
-        before = list(dict.fromkeys(hold.workers[0].node for hold in plan.holds))
-    place = {name: NodeName(f"s{number:05}") for number, name in enumerate(before)}
-
-    def moved(workers: Iterable[WorkerId]) -> tuple[WorkerId, ...]:
-        return tuple(WorkerId(place[worker.node], worker.slot) for worker in workers)
-
-    if pipelines:
-        renamed = [
-            replace(
-                each,
-                nodes=tuple(place[name] for name in each.nodes),
-                stages=tuple(replace(one, workers=moved(one.workers)) for one in each.stages),
-            )
-            for each in pipelines
-        ]
-        return (
-            Plan.of_pipelines(renamed, generation=_FIRST, schedule=plan.schedule),
-            before,
-        )
-
-    def hop(one: Hop) -> Hop:
-        return replace(one, workers=moved(one.workers))
-
-    return (
+    before = list(dict.fromkeys(hold.workers[0].node for hold in plan.holds))
+    place = _places(before)
+    routes = tuple(
         replace(
-            plan,
-            generation=_FIRST,
-            holds=tuple(replace(one, workers=moved(one.workers)) for one in plan.holds),
-            routes=tuple(
-                Route(hops=tuple(hop(one) for one in route.hops), microbatches=route.microbatches)
-                for route in plan.routes
-            ),
-        ),
-        before,
+            route,
+            hops=tuple(replace(hop, workers=_moved(hop.workers, place)) for hop in route.hops),
+        )
+        for route in plan.routes
     )
+    holds = tuple(replace(one, workers=_moved(one.workers, place)) for one in plan.holds)
+    return replace(plan, generation=_FIRST, holds=holds, routes=routes), before
 
 
 def swapped(shape: Shape, gone: Collection[int]) -> Sequence[int] | None:
