@@ -106,7 +106,7 @@ class Replay:
             self._apply(instant)
             tell(instant.time_s)
         self._advance(end)
-        waits = self._waits_since
+        waits = self._waits_since if self._due() is None else None
         return Result(
             account=self.account,
             share=self._share(),
@@ -242,8 +242,8 @@ class Replay:
 
     def _look(self) -> None:
         """Ask for the plan of a voluntary change that is due, in the master's order."""
-        leaving = self._leaving()
-        ready = self._joiners()
+        leaving, coming = self._leaving(), self._joiners()
+        ready = [name for name in coming if self._live[name] <= self._now]
         state = (
             id(self._shape),
             leaving,
@@ -254,7 +254,9 @@ class Replay:
         )
         if state == self._looked and (self._look_at is None or self._now < self._look_at):
             return
-        self._looked, self._look_at = state, None
+        # Nodes that are still starting are looked for again when they are ready.
+        later = [self._live[name] for name in coming if name not in ready]
+        self._looked, self._look_at = state, min(later, default=None)
         if leaving:
             wanted: PlanWanted = course.for_losses(self._policy)
             if self._propose(wanted, leaving, self._fresh()):
@@ -262,7 +264,7 @@ class Replay:
         settle = ticks(self._costs.settle_s)
         due = course.settled_at([self._live[name] for name in ready], settle)
         if due is not None and self._now < due:
-            self._look_at = round(due)
+            self._look_at = min([round(due), *later])
             return
         if ready and self._propose(course.MOVING, (), self._fresh(), joining=True):
             return
@@ -274,7 +276,7 @@ class Replay:
         if self._even_at is not None and course.evens_out(self._policy):
             at = max(self._even_at, self._rest_until)
             if self._now < at:
-                self._look_at = at
+                self._look_at = min([at, *later])
                 return
             self._even_at = None
             if self._propose(course.AROUND_SLOW, (), self._fresh(slow=True)):
@@ -429,11 +431,11 @@ class Replay:
         wanted: PlanWanted = course.for_losses(self._policy)
         if moving or self._rolled_back or repaired:
             wanted = course.MOVING
+        more = sum(map(self._held_bytes, repaired))
         found, fresh = self._found_without_draining(wanted)
         if found is None:
             self._begin_to_wait()
             return
-        more = sum(map(self._held_bytes, repaired))
         costs = self._costs
         self._phases.append(("detect", ticks(costs.detect_s)))
         self._phases.append(("plan", ticks(costs.plan_s)))
@@ -533,17 +535,18 @@ class Replay:
         self._coming, self._waits_since, self._look_at = None, self._now, None
 
     def _due(self) -> int | None:
-        """Return when the job can go on; None: not with these nodes."""
-        ready = [self._live[name] for name in self._live]
-        if self._failed or not ready:
+        """Return when the job can go on, or a node gets ready; None: not with these nodes."""
+        if self._failed or self._waits_since is None:
             return None
+        ready = [at for at in self._live.values() if at <= self._now]
+        later = [at for at in self._live.values() if at > self._now]
         try:
             self._resumed()
         except PlanInfeasible as infeasible:
             self._reason = str(infeasible)
-            later = [at for at in ready if at > self._now]
-            return min(later) if later else None
-        return max(self._now, max(ready) + ticks(self._costs.settle_s))
+            return min(later, default=None)
+        settled = max(self._now, max(ready) + ticks(self._costs.settle_s))
+        return min([settled, *later])
 
     def _resumed(self) -> tuple[Outcome, list[str]]:
         """Return the plan with which the job goes on. Raises PlanInfeasible."""

@@ -345,3 +345,21 @@ def test_wrong_costs_are_refused_with_their_line_and_the_fix(text: str, told: st
 
 def test_costs_replace_the_defaults() -> None:
     assert parse_costs('{"detect_s": 3, "salvage": 0.87}') == Costs(detect_s=3.0, salvage=0.87)
+
+
+def test_nodes_that_start_slowly_join_together_once_they_are_ready() -> None:
+    costs = replace(COSTS, join_s=20, settle_s=5)
+    rows = [(10, "remove", "n1"), (10, "remove", "n2"), (50, "add", "a"), (52, "add", "b")]
+    found = trace_of(
+        [*(Row(0.0, "add", f"n{number}") for number in range(1, 7)), *(Row(*row) for row in rows)]
+    )
+    early = result(found, 76.9, costs=costs)
+    late = result(found, 400, costs=costs)
+    assert early.account.counts.total() == 2, "b is ready at 72 s, and they settle until 77 s"
+    assert late.account.counts.total() == 3
+    assert late.account.badput["switch"] == round(costs.switch_s * (1 << 24))
+    waits = [Row(0.0, "add", "n1"), Row(10.0, "add", "n2"), *(Row(12.0, "add", n) for n in "abcd")]
+    begun = result(trace_of(waits), 400, costs=costs).data()
+    # All are ready at 32 s; they settle for 5 s more.
+    assert begun["seconds"]["waiting"] == 37
+    assert begun["failed_at"] is None
