@@ -110,7 +110,7 @@ _POLICIES: tuple[RecoveryPolicy, ...] = get_args(RecoveryPolicy)
     "costs_file",
     type=click.Path(path_type=Path),
     metavar="C.json",
-    help="Constants of interruptions, as a JSON object (docs/planning.md has names and defaults).",
+    help="Costs of interruptions, as a JSON object (docs/simulation.md has names and defaults).",
 )
 @click.option(
     "--until", type=Seconds(), metavar="TIME", help="End of the replay.  [default: the last row]"
