@@ -265,11 +265,10 @@ def _setting(
                 sizes=sizes,
                 fault_tolerance=question.fault_tolerance,
                 tied=question.tied,
-                schedule_named=question.schedule is not None,
+                schedule=question.schedule,
                 shadows=question.shadows,
             ),
             microbatches=question.global_batch // profile.microbatch,
-            wanted=question.schedule,
         )
         return set_up(trace, shapes, nodes=nodes, costs=costs, until_s=until_s)
     except PlanInfeasible as error:

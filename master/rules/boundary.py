@@ -109,7 +109,7 @@ def follow_up(context: Context, job: Job) -> Decision | None:
     due = _settled_at(context, job, [n for n in ready if n.facts.node not in job.standing_by])
     if due is not None and context.now < due:
         return None  # they join in the same plan
-    wanted: PlanWanted = course.UNFORCED if made.then == course.MOVING else made.then
+    wanted: PlanWanted = course.behind_answer(made.then)
     try:
         answer = next_plan(context, job, ready, next_generation(context, job), wanted)
     except PlanInfeasible as infeasible:

@@ -85,6 +85,11 @@ def takes_back(rule: str) -> bool:
     return rule == "take back"
 
 
+def behind_answer(then: Next) -> PlanWanted:
+    """Return the policy of the plan to ask for where `then` follows an answer."""
+    return UNFORCED if then == MOVING else then
+
+
 def is_tried_again(follow_up: PlanWanted) -> bool:
     """Return whether an infeasible follow-up stays due: new nodes may make it possible."""
     return follow_up == MOVING

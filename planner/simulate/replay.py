@@ -266,10 +266,10 @@ class Replay:
         if due is not None and self._now < due:
             self._look_at = min([round(due), *later])
             return
-        if ready and self._propose(course.MOVING, (), self._fresh(), joining=True):
+        if ready and self._propose(course.UNFORCED, (), self._fresh(), joining=True):
             return
         if self._then is not None:
-            if self._propose(self._then, (), self._fresh()):
+            if self._propose(course.behind_answer(self._then), (), self._fresh()):
                 return
             if not course.is_tried_again(self._then):
                 self._then = None

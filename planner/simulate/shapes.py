@@ -69,11 +69,9 @@ class Shapes:
         terms: Terms,
         *,
         microbatches: int,
-        wanted: Schedule | None = None,
     ) -> None:
         self.terms = terms
         self.microbatches = microbatches
-        self._wanted = wanted
         self._catalogue = Catalogue(tied=terms.tied)
         self._known: dict[object, Shape] = {}
         self._first: dict[tuple[int, int], Outcome | PlanInfeasible] = {}
@@ -130,7 +128,7 @@ class Shapes:
             microbatches=self.microbatches,
             min_pipelines=pipelines,
             generation=_FIRST,
-            wanted=self._wanted,
+            wanted=terms.schedule,
             shadows=terms.shadows,
         )
         plan = found.plan

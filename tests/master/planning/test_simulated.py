@@ -6,6 +6,7 @@ from oobleck.core.job.spec import RecoveryPolicy
 from oobleck.master.events.jobs import PlanMade
 from oobleck.master.planning import client
 from oobleck.planner.recovery.course import Terms
+from oobleck.planner.recovery.worth import CHANGE_S
 from oobleck.planner.simulate.account import Result
 from oobleck.planner.simulate.compare import set_up
 from oobleck.planner.simulate.costs import Costs
@@ -59,7 +60,7 @@ def test_a_loss_is_answered_as_by_the_master(
             sizes=range(planning.least_nodes, planning.most_nodes + 1),
             fault_tolerance=planning.fault_tolerance,
             tied=planning.tied,
-            schedule_named=planning.schedule_named,
+            schedule=None,
             shadows=planning.shadows,
         ),
         microbatches=job.spec.training.microbatches,
@@ -80,5 +81,6 @@ def test_a_loss_is_answered_as_by_the_master(
     assert 100 * late.account.batch / (late.samples - early.samples) == pytest.approx(
         expected.step_s, rel=1e-3
     )
-    waited = sum(event.expected.stall_s for event in made if event.expected and not event.boundary)
+    forced = [event.expected for event in made if event.expected and not event.boundary]
+    waited = sum(each.stall_s - CHANGE_S for each in forced)
     assert early.data()["badput"].get("transfer", 0) == pytest.approx(waited, abs=1e-6)

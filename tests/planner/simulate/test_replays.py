@@ -46,7 +46,7 @@ def shapes(profile: Profile = PROFILE, nodes: int = NODES, fault_tolerance: int 
         sizes=sizes,
         fault_tolerance=fault_tolerance,
         tied=False,
-        schedule_named=False,
+        schedule=None,
         shadows=False,
     )
     return Shapes(terms, microbatches=MICROBATCHES)
