@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
-from oobleck.cli.options import USAGE, Seconds, form_options, set_option
+from oobleck.cli.options import Seconds, form_options, set_option
 from oobleck.cli.planning.question import Flags, Question, from_job, from_profile
 from oobleck.core.job.spec import RecoveryPolicy
-from oobleck.host.command import CommandFailed
+from oobleck.host.command import USAGE, CommandFailed
 from oobleck.planner.profile.machine import GPUS
 
 if TYPE_CHECKING:
-    from oobleck.cli.output.form import Form
+    from oobleck.cli.output.text import Form
     from oobleck.planner.simulate.compare import Comparison
     from oobleck.planner.simulate.costs import Costs
     from oobleck.planner.simulate.replay import Setting
@@ -137,8 +137,8 @@ def simulate(
     **flags: Any,
 ) -> None:
     """Replay a trace of failures for JOB.yaml, or for a profile, and compare recovery policies."""
-    from oobleck.cli.output.form import document, is_data
     from oobleck.cli.output.table import terminal_width
+    from oobleck.cli.output.text import document, is_data
     from oobleck.planner.simulate.costs import data as costs_data
 
     if make is not None:
@@ -202,7 +202,7 @@ def _question(
 
 
 def _trace(path: Path) -> "Trace":
-    from oobleck.cli.output.text_file import TextFile, read_text
+    from oobleck.cli.jobs.job_file import TextFile, read_text
     from oobleck.planner.simulate.trace import parse_trace
 
     wanted = TextFile(
@@ -216,7 +216,7 @@ def _trace(path: Path) -> "Trace":
 
 
 def _costs(path: Path | None) -> "Costs":
-    from oobleck.cli.output.text_file import TextFile, read_text
+    from oobleck.cli.jobs.job_file import TextFile, read_text
     from oobleck.planner.simulate.costs import Costs, parse_costs
 
     if path is None:
