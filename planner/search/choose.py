@@ -31,7 +31,7 @@ from oobleck.planner.cost.stages import (
     stage_cost,
 )
 from oobleck.planner.programs.compiler.proof import prove
-from oobleck.planner.programs.compiler.schedule import in_flight
+from oobleck.planner.programs.compiler.schedule import in_flight, splits_backward
 from oobleck.planner.search.partition import Bounds, Sweep, swept_together
 from oobleck.planner.search.trace import trace
 
@@ -293,5 +293,6 @@ def _compared(best: Schedule, other: Schedule, estimates: Mapping[Schedule, Step
         return f"as fast as {other}"
     if taken < left:
         return f"{figure} faster than {other}"
-    why = "splitting the backward may cost as much" if other == "zb-h1" else "too little to count"
+    split = splits_backward(other)
+    why = "splitting the backward may cost as much" if split else "too little to count"
     return f"{other} is {figure} faster but {why}"
