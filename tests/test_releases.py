@@ -13,7 +13,7 @@ from oobleck.host.versions import ENGINE
 from oobleck.master.events.unions import Journaled
 from oobleck.master.storage.journal import FORMAT
 from oobleck.proto.protocol import NEWEST
-from support.fake_agent import master
+from support.masters import master
 from support.release import RELEASES, kept_messages, readers, state_of
 from support.scenario import durable
 

@@ -17,7 +17,8 @@ from oobleck.core.ids import Generation
 from oobleck.core.messages import Alive, Committed, PhaseReached
 from oobleck.host.detection import Detection
 from oobleck.proto.types import Hung
-from support.agents import A, Node, desired, record, sent
+from support.agent_core import A, Node, desired, sent
+from support.jobs import record
 
 HANG_S, STORAGE_S = Detection().hang_s, Detection().storage_s
 

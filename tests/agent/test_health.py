@@ -19,7 +19,7 @@ from oobleck.host.gpu.sample import Sample, Xid
 from oobleck.proto.status import read_status, status_message
 from oobleck.proto.types import NodeStatus
 from support import loops
-from support.agents import Node
+from support.agent_core import Node
 from support.folders import SUPPORT
 
 RECORDED = SUPPORT / "gpu_samples.jsonl"

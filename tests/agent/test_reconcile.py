@@ -59,7 +59,8 @@ from oobleck.core.messages import (
     SaveFailed,
 )
 from oobleck.proto.types import Assignment
-from support.agents import A, B, Node, desired, record, sent
+from support.agent_core import A, B, Node, desired, sent
+from support.jobs import record
 from support.scripted_master import plan
 
 G1 = Generation(1)

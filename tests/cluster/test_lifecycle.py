@@ -2,25 +2,54 @@
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from bench.support.client import BIN, Record
 from bench.support.cluster import LocalCluster
 from bench.support.daemons import children_of
 from bench.support.preloaded import Preloaded
 from oobleck.agent import metrics as of_agent
+from oobleck.host.metrics import Family
 from oobleck.master import metrics as of_master
 from oobleck.master.metrics import jobs, nodes, own
 from support.clusters import bring_into, failures, job
-from support.scraped import Scraped, address_of
 from support.waiting import PATIENCE_S, all_gone
+
+_SERVED = re.compile(r"metrics are served address=(\S+)")
+
+
+class Scraped:
+    def __init__(self, address: str) -> None:
+        with urllib.request.urlopen(f"http://{address}/metrics", timeout=240) as page:
+            families = list(text_string_to_metric_families(page.read().decode()))
+        #: Also of those without a value.
+        self.names = {f"{f.name}_total" if f.type == "counter" else f.name for f in families}
+        self._values = {
+            (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+            for family in families
+            for sample in family.samples
+        }
+
+    def __call__(self, family: Family, end: str = "", **labels: str) -> float:
+        """0: there is none."""
+        key = family.name + end, tuple(sorted(labels.items()))
+        return self._values.get(key, 0.0)
+
+
+def address_of(log: Path) -> str:
+    """Where the daemon that started last of those with this log serves them."""
+    return _SERVED.findall(log.read_text())[-1]
+
 
 # Longer than any wait in vain, which ends with a report.
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]

@@ -20,8 +20,9 @@ from google.protobuf.message import DecodeError
 from oobleck.core.job.file import format_job
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto import control_pb2_grpc as rpc
-from support.fake_agent import FakeAgent, MasterProcess
-from support.scenario import job_spec
+from support.agent import FakeAgent
+from support.jobs import job_spec
+from support.masters import MasterProcess
 
 #: Cases under way at a time.
 AT_ONCE = 8

@@ -12,21 +12,16 @@ from google.protobuf.message import Message
 
 from oobleck.core.ids import Generation, Incarnation, JobId
 from oobleck.core.messages import (
-    CheckpointSaved,
-    Evaluated,
-    EvaluationRecord,
-    Failed,
     LinkMeasured,
     Measured,
-    PeerLost,
     PhaseReached,
     Restored,
-    SaveFailed,
 )
 from oobleck.core.profile import LinkMeasurement
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto.protocol import OLDEST
-from oobleck.proto.types import Happening, Hung, WorkerExited, WorkerReport
+from oobleck.proto.types import Happening, WorkerExited, WorkerReport
+from support.reports import REPORTS
 from support.scenario import measurement
 
 #: Numbers at which code breaks.
@@ -214,26 +209,14 @@ def _clock(message: pb.AgentMessage, job: str, slot: int) -> None:
 _ONE = Generation(1)
 _LINK = LinkMeasurement(scope="inter_node", latency_s=1e-4, bytes_per_s=1e9)
 HAPPENINGS: tuple[Happening, ...] = (
-    WorkerExited(pid=77, exit_code=None, signal=9, log_tail="bye"),
+    *REPORTS,
     WorkerExited(pid=77, exit_code=1, signal=None),
-    Hung(reason="no sign of life", seconds=10.0),
     PhaseReached(generation=_ONE, phase="aborted", committed_step=1),
     PhaseReached(generation=_ONE, phase="received", layers=(0, 1)),
     PhaseReached(generation=_ONE, phase="joined", committed_step=1),
-    PhaseReached(generation=_ONE, phase="transferred", received_bytes=9),
-    PeerLost(generation=_ONE, step=1, detail="closed"),
-    Failed(kind="internal", message="oops"),
-    Measured(attempt=1, measurement=None, problem="none"),
     Measured(attempt=1, measurement=measurement(0.1)),
     LinkMeasured(attempt=1, scope="inter_node", link=_LINK),
-    CheckpointSaved(step=1, path="/tmp/c", bytes=9, seconds=0.1),
-    SaveFailed(what="output", step=1, reason="disk"),
     Restored(generation=_ONE, step=1, path="/tmp/c", passed_over=("/tmp/d",)),
-    Evaluated(
-        record=EvaluationRecord(
-            step=1, loss=2.0, samples=4, generation=_ONE, seconds=0.1, time=1.7e9
-        )
-    ),
 )
 
 

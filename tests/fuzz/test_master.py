@@ -14,7 +14,7 @@ from fuzz.mutation import REQUESTS
 
 from oobleck.proto import control_pb2 as pb
 from support import loops
-from support.fake_agent import master
+from support.masters import master
 
 #: Long enough for a machine that does much else.
 PATIENT = ("--detection", "wan")

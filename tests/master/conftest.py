@@ -7,7 +7,7 @@ import pytest
 
 from oobleck.host.security.credentials import Credentials
 from support import holders
-from support.fake_agent import MasterProcess, master
+from support.masters import MasterProcess, master
 
 
 @pytest.fixture(scope="module")

@@ -17,14 +17,16 @@ from pathlib import Path
 import pytest
 
 from bench.support.client import read_lines
-from oobleck.core.ids import Generation, JobId
-from oobleck.core.messages import Evaluated, EvaluationRecord
+from oobleck.core.ids import JobId
+from oobleck.core.messages import Evaluated
 from oobleck.master.events.jobs import JobWaiting
 from oobleck.master.storage.journal import Journal
 from oobleck.proto import control_pb2 as pb
 from support import loops
-from support.fake_agent import DEADLINE_S, QUICK, FakeAgent, MasterProcess, master, operator
-from support.scenario import UNIX, Player, record
+from support.agent import FakeAgent
+from support.jobs import evaluation, record
+from support.masters import DEADLINE_S, QUICK, MasterProcess, master, operator
+from support.scenario import UNIX, Player
 
 JOB = (
     "name: demo\nmodel: {kind: gpt, layers: 6, hidden: 32, heads: 2, sequence_length: 16}\n"
@@ -139,9 +141,7 @@ class Drill:
 
     async def evaluate(self, agents: list[FakeAgent], step: int, generation: int) -> None:
         """All tell of the same evaluation, until it is stored."""
-        found = EvaluationRecord(
-            step=step, loss=2.0, samples=8, generation=Generation(generation), seconds=0.1, time=10
-        )
+        found = evaluation(step, generation, 10.0)
 
         def stored() -> bool:
             told = read_lines(self.state / "jobs" / "demo-1" / "evaluations.jsonl")
@@ -149,7 +149,7 @@ class Drill:
                 return True
             for agent in agents:
                 if agent.welcome is not None and agent.ended is None:
-                    agent.report(Evaluated(record=found))
+                    agent.send_report(Evaluated(record=found))
             return False
 
         await self.until(stored)

@@ -1,36 +1,31 @@
 """An agent that lies, in a job that others train: nothing comes of it but for its own node."""
 
-import asyncio
 import json
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from oobleck.core.ids import Generation, Incarnation, JobId, NodeName
-from oobleck.core.messages import Evaluated, EvaluationRecord
-from oobleck.host.detection import DETECTIONS
-from oobleck.master.clients.outbox import AgentSession
-from oobleck.master.config import MasterConfig
+from oobleck.core.messages import Evaluated
 from oobleck.master.events.nodes import NodeLost
 from oobleck.master.inbox import Incoming, Records
 from oobleck.master.loop import Master
-from oobleck.master.storage.journal import Journal
-from oobleck.proto.protocol import OLDEST
 from oobleck.proto.types import (
     NodeStatus,
-    Registration,
     WorkerExited,
     WorkerReport,
     WorkerStatus,
 )
 from support import hostile_agent, loops
-from support.scenario import facts_of, job_spec, record
+from support.agent import LocalAgent, facts
+from support.jobs import evaluation, job_spec, record
+from support.masters import running
 
 STEPS = 6
 JOB = JobId("demo-1")
@@ -39,7 +34,7 @@ MEMBERS = tuple(NodeName(f"n{number}") for number in range(1, 5))
 OUTSIDER = NodeName("n9")
 PROCESSES = {name: Incarnation(f"{name}-process") for name in (*MEMBERS, OUTSIDER)}
 FRESH = Incarnation("n1-process-of-later")
-LIMIT_S = 120.0
+T = TypeVar("T")
 
 
 @dataclass
@@ -47,15 +42,12 @@ class Cluster:
     """Four nodes whose agents tell what is true, as fast as the master takes it."""
 
     master: Master
-    sessions: dict[NodeName, AgentSession] = field(default_factory=dict)
+    agents: dict[NodeName, LocalAgent] = field(default_factory=dict)
 
     async def begin(self) -> None:
-        for number, name in enumerate((*MEMBERS, OUTSIDER)):
-            facts = facts_of(name, number, 2 if name == OUTSIDER else 1)
-            registration = Registration(protocol=OLDEST, facts=facts, status=NodeStatus())
-            session = await self.master.sessions.open(registration)
-            assert isinstance(session, AgentSession)
-            self.sessions[name] = session
+        for name in (*MEMBERS, OUTSIDER):
+            there = facts(name, worker_slots=2 if name == OUTSIDER else 1)
+            self.agents[name] = await LocalAgent.admitted(self.master, there)
         spec = job_spec("demo", steps=STEPS, evaluate=2, min_nodes=2, f=1, shadows=0)
         assert await self.master.requests.submit("r", spec) == JOB
         for name in MEMBERS:
@@ -71,14 +63,13 @@ class Cluster:
         for _ in range(2):
             await self.master.requests.undrain("r", NodeName("nobody"))
 
-    async def say(self, name: NodeName, message: Incoming) -> None:
-        await self.master.sessions.receive(self.sessions[name], message)
-
     async def is_at(
         self, name: NodeName, generation: int, step: int, finished: bool = False
     ) -> None:
-        worker = WorkerStatus(
-            slot=0,
+        agent = self.agents[name]
+        agent.change(job_id=JOB, generation=Generation(generation))
+        agent.worker(
+            0,
             incarnation=PROCESSES[name],
             pid=2,
             card=f"{name}:4000",
@@ -87,8 +78,7 @@ class Cluster:
             stepped=Generation(generation if step else 0),
             finished=finished,
         )
-        status = NodeStatus(job_id=JOB, generation=Generation(generation), workers=(worker,))
-        await self.say(name, status)
+        await agent.tell()
 
     async def step(self, number: int, truthful: Sequence[NodeName]) -> None:
         """All commit it, in whatever plan there is; until the master has its record."""
@@ -98,29 +88,16 @@ class Cluster:
                 await self.is_at(name, generation, number)
                 if name in truthful:
                     told = record(number, generation, float(number))
-                    await self.say(name, Records(job_id=JOB, records=(told,)))
+                    await self.agents[name].say(Records(job_id=JOB, records=(told,)))
             await self.turned()
         assert self.job.seen.steps.furthest_step <= number
         if number % 2:
             return
         while self.master.archive.evaluations(JOB).stored_step < number:
             generation = self.job.current.generation
-            evaluation = EvaluationRecord(
-                step=number,
-                loss=1.0 / number,
-                samples=160,
-                generation=generation,
-                seconds=0.1,
-                time=float(number),
-            )
+            told_of = Evaluated(record=evaluation(number, generation, float(number)))
             for name in set(self.job.current.members) & set(truthful):
-                report = WorkerReport(
-                    job_id=JOB,
-                    slot=0,
-                    incarnation=PROCESSES[name],
-                    what=Evaluated(record=evaluation),
-                )
-                await self.say(name, report)
+                await self.agents[name].say(self.agents[name].report(told_of))
             await self.turned()
             if generation != self.job.current.generation:
                 for name in self.job.current.members:
@@ -131,6 +108,18 @@ class Cluster:
             for name in self.job.current.members:
                 await self.is_at(name, self.job.current.generation, STEPS, finished=True)
             await self.turned()
+
+
+def play(state_dir: Path, what: Callable[[Cluster], Coroutine[Any, Any, T]]) -> T:
+    """Run `what` once the job has its first plan."""
+
+    async def all_of_it() -> T:
+        async with running(state_dir, validate=True) as master:
+            cluster = Cluster(master)
+            await cluster.begin()
+            return await what(cluster)
+
+    return loops.run(all_of_it())
 
 
 @dataclass(frozen=True)
@@ -146,37 +135,16 @@ def train(said: Sequence[Sequence[Incoming]], liar: NodeName) -> Outcome:
     """What is left of a job in which the liar says so, before each step."""
     truthful = [name for name in MEMBERS if name != liar]
 
-    async def play(state_dir: Path) -> str:
-        config = MasterConfig(
-            listen="127.0.0.1:0", state_dir=state_dir, timing=DETECTIONS["wan"], validate=True
-        )
-        master = Master(config, Journal(state_dir / "journal.log"))
-        cluster = Cluster(master)
-
-        async def all_steps() -> None:
-            await cluster.begin()
-            for step in range(1, STEPS + 1):
-                for message in said[step - 1]:
-                    await cluster.say(liar, message)
-                await cluster.step(step, truthful)
-            await cluster.end()
-
-        running = asyncio.create_task(master.run())
-        training = asyncio.create_task(all_steps())
-        try:
-            async with asyncio.timeout(LIMIT_S):
-                await asyncio.wait((running, training), return_when=asyncio.FIRST_COMPLETED)
-                assert not running.done(), running.exception()
-                await training
-            return cluster.job.state
-        finally:
-            for task in (training, running):
-                task.cancel()
-            await asyncio.gather(training, running, return_exceptions=True)
-            master.close()
+    async def all_steps(cluster: Cluster) -> str:
+        for step in range(1, STEPS + 1):
+            for message in said[step - 1]:
+                await cluster.agents[liar].say(message)
+            await cluster.step(step, truthful)
+        await cluster.end()
+        return str(cluster.job.state)
 
     with TemporaryDirectory() as folder:
-        state = loops.run(play(Path(folder)))
+        state = play(Path(folder), all_steps)
         files = Path(folder) / "jobs" / JOB
 
         def lines(name: str) -> list[dict[str, Any]]:
@@ -198,28 +166,6 @@ def calm() -> Outcome:
     return train([()] * STEPS, OUTSIDER)
 
 
-def play(state_dir: Path, what: Callable[[Cluster], Awaitable[None]]) -> None:
-    """`what`: comes when the job has its first plan."""
-
-    async def all_of_it() -> None:
-        config = MasterConfig(
-            listen="127.0.0.1:0", state_dir=state_dir, timing=DETECTIONS["wan"], validate=True
-        )
-        master = Master(config, Journal(state_dir / "journal.log"))
-        running = asyncio.create_task(master.run())
-        try:
-            async with asyncio.timeout(LIMIT_S):
-                cluster = Cluster(master)
-                await cluster.begin()
-                await what(cluster)
-        finally:
-            running.cancel()
-            await asyncio.gather(running, return_exceptions=True)
-            master.close()
-
-    loops.run(all_of_it())
-
-
 def has_fresh() -> NodeStatus:
     """A worker that no plan counts on yet stands in the first slot."""
     fresh = WorkerStatus(slot=0, incarnation=FRESH, pid=2, card="n1:4001")
@@ -230,11 +176,11 @@ def test_nobody_else_ends_a_process_that_no_plan_counts_on_yet(tmp_path: Path) -
     """What stands in a slot while the job waits for nodes is in its own node's status alone."""
 
     async def lie(cluster: Cluster) -> None:
-        await cluster.say(MEMBERS[0], has_fresh())
+        await cluster.agents[MEMBERS[0]].say(has_fresh())
         ended = WorkerExited(pid=2, exit_code=None, signal=9)
         for name, counts in ((MEMBERS[1], False), (MEMBERS[0], True)):
             report = WorkerReport(job_id=JOB, slot=0, incarnation=FRESH, what=ended)
-            await cluster.say(name, report)
+            await cluster.agents[name].say(report)
             await cluster.turned()
             assert cluster.job.seen.is_gone(FRESH) is counts
         assert cluster.master.sessions.refused["a report of another one's process"] == 1
@@ -246,7 +192,7 @@ def test_a_lost_node_keeps_no_process_from_its_own_node(tmp_path: Path) -> None:
     async def lie(cluster: Cluster) -> None:
         state = cluster.master.state
         for name in (OUTSIDER, MEMBERS[0]):
-            await cluster.say(name, has_fresh())
+            await cluster.agents[name].say(has_fresh())
         await cluster.turned()
         assert state.nodes[MEMBERS[0]].seen.status.workers == (), "the first one has it"
         facts = state.nodes[OUTSIDER].facts
@@ -258,7 +204,7 @@ def test_a_lost_node_keeps_no_process_from_its_own_node(tmp_path: Path) -> None:
             detect_s=0.0,
         )
         cluster.master._ledger.journal(lost)
-        await cluster.say(MEMBERS[0], has_fresh())
+        await cluster.agents[MEMBERS[0]].say(has_fresh())
         await cluster.turned()
         (worker,) = state.nodes[MEMBERS[0]].seen.status.workers
         assert worker.incarnation == FRESH

@@ -2,8 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
@@ -11,25 +10,20 @@ from typing import NoReturn
 import pytest
 
 from oobleck.core.ids import Incarnation, JobId, NodeName
-from oobleck.host.detection import DETECTIONS
 from oobleck.host.system.environment import Environment
-from oobleck.master.clients.outbox import AgentSession
-from oobleck.master.config import MasterConfig
 from oobleck.master.inbox import Output, Records
 from oobleck.master.loop import Master
 from oobleck.master.rules.admission import Refusal
 from oobleck.master.state.trust import Denied, Trust
-from oobleck.master.storage.journal import Journal
-from oobleck.proto.protocol import OLDEST
-from oobleck.proto.types import NodeStatus, Registration, WorkerStatus
-from support import loops
-from support.scenario import facts_of, job_spec, record
+from oobleck.proto.types import NodeStatus, Registration
+from support import loops, masters
+from support.agent import Agent, LocalAgent, facts
+from support.jobs import job_spec, record
 
-LIMIT_S = 60.0
-#: Of leases that a busy machine does not use up, and far longer than these.
-TIMING = DETECTIONS["wan"]
+#: Longer than any lease.
 PAUSE_S = 600.0
 N1 = NodeName("n1")
+FACTS = facts(N1)
 
 
 class Clock:
@@ -45,22 +39,12 @@ class Clock:
         self._ahead_s += seconds
 
 
-@asynccontextmanager
-async def running(state_dir: Path, clock: Clock) -> AsyncIterator[Master]:
-    config = MasterConfig(listen="127.0.0.1:0", state_dir=state_dir, timing=TIMING)
-    environment = replace(Environment(), now=clock)
-    master = Master(config, Journal(state_dir / "journal.log"), environment)
-    loop = asyncio.create_task(master.run())
-    try:
-        async with asyncio.timeout(LIMIT_S):
-            yield master
-    finally:
-        loop.cancel()
-        master.close()
+def running(state_dir: Path, clock: Clock) -> AbstractAsyncContextManager[Master]:
+    return masters.running(state_dir, environment=replace(Environment(), now=clock))
 
 
 def registration() -> Registration:
-    return Registration(protocol=OLDEST, facts=facts_of("n1", 1, 1), status=NodeStatus())
+    return Agent(FACTS).registration()
 
 
 async def turned(master: Master) -> None:
@@ -69,21 +53,20 @@ async def turned(master: Master) -> None:
         await master.requests.undrain("r", NodeName("nobody"))
 
 
-async def opened(master: Master) -> AgentSession:
-    session = await master.sessions.open(registration())
-    assert isinstance(session, AgentSession)
-    return session
+async def opened(master: Master) -> LocalAgent:
+    return await LocalAgent.admitted(master, FACTS)
 
 
-async def trained(master: Master) -> tuple[AgentSession, JobId]:
-    """A job has a plan, of the one node."""
-    session = await opened(master)
+async def trained(master: Master) -> tuple[LocalAgent, JobId]:
+    """Submit a job, and return once it has a plan, of the one node."""
+    agent = await opened(master)
     job_id = await master.requests.submit("r1", job_spec("demo", f=0, min_nodes=1))
-    worker = WorkerStatus(slot=0, incarnation=Incarnation("w1"), pid=2, card="n1:4000")
-    await master.sessions.receive(session, NodeStatus(job_id=job_id, workers=(worker,)))
+    agent.change(job_id=job_id)
+    agent.worker(0, incarnation=Incarnation("w1"), pid=2, card="n1:4000")
+    await agent.tell()
     while master.state.jobs[job_id].current.made is None:
         await turned(master)
-    return session, job_id
+    return agent, job_id
 
 
 async def is_there(master: Master) -> None:
@@ -113,8 +96,8 @@ def test_a_master_that_is_stopped_in_its_turn_convicts_nobody(tmp_path: Path) ->
 def test_what_is_wrong_with_a_node_when_it_is_undrained_is_journaled(tmp_path: Path) -> None:
     async def play() -> None:
         async with running(tmp_path, Clock()) as master:
-            session = await opened(master)
-            await master.sessions.receive(session, NodeStatus(sick="GPU 0: lost\nGPU 1: lost"))
+            agent = await opened(master)
+            await agent.say(NodeStatus(sick="GPU 0: lost\nGPU 1: lost"))
             await master.requests.undrain("u", N1)
             assert master.state.nodes[N1].excused == {"GPU 0: lost", "GPU 1: lost"}
         async with running(tmp_path, Clock()) as master:
@@ -128,8 +111,8 @@ def test_what_came_just_before_a_pause_says_nothing_about_it(tmp_path: Path) -> 
     async def play() -> None:
         clock = Clock()
         async with running(tmp_path, clock) as master:
-            session = await opened(master)
-            await master.sessions.receive(session, NodeStatus())
+            agent = await opened(master)
+            await agent.say(NodeStatus())
             clock.jump()
             await is_there(master)
 
@@ -161,10 +144,10 @@ def test_a_checkpoint_of_a_job_that_was_just_forgotten_is_none(tmp_path: Path) -
 def test_a_job_is_known_to_have_records_that_wait_for_others(tmp_path: Path) -> None:
     async def play() -> None:
         async with running(tmp_path, Clock()) as master:
-            session, job_id = await trained(master)
+            agent, job_id = await trained(master)
             for step, waits in ((2, True), (1, False)):
                 found = Records(job_id=job_id, records=(record(step, 1, float(step)),))
-                await master.sessions.receive(session, found)
+                await agent.say(found)
                 await turned(master)
                 assert master.state.jobs[job_id].seen.steps.records_wait == waits
 
@@ -175,12 +158,12 @@ def test_a_node_has_so_much_output_kept_and_only_of_its_jobs(tmp_path: Path) -> 
     async def play() -> None:
         clock = Clock()
         async with running(tmp_path, clock) as master:
-            session, job_id = await trained(master)
+            agent, job_id = await trained(master)
             other = await master.requests.submit("r2", job_spec("other", f=0, min_nodes=1))
             lines = 64 * ("x" * 4096,)
 
             async def say(of: JobId, *lines: str) -> None:
-                await master.sessions.receive(session, Output(job_id=of, slot=0, lines=lines))
+                await agent.say(Output(job_id=of, slot=0, lines=lines))
 
             for _ in range(100):
                 await say(job_id, *lines)
@@ -217,9 +200,9 @@ def test_records_behind_lost_ones_count_and_are_acknowledged(tmp_path: Path) -> 
 
     async def play() -> None:
         async with running(tmp_path, clock) as master:
-            session, job_id = await trained(master)
+            agent, job_id = await trained(master)
             found = (record(4, 1, 4.0), record(5, 1, 5.0))
-            await master.sessions.receive(session, Records(job_id=job_id, records=found))
+            await agent.say(Records(job_id=job_id, records=found))
             while master.archive.metrics(job_id).stored_step < 5:
                 clock.jump(0.2)  # less than what counts as late
                 await turned(master)

@@ -23,9 +23,9 @@ from oobleck.master.events.jobs import JobSubmitted
 from oobleck.master.server import announce
 from oobleck.master.storage.journal import Journal
 from oobleck.master.storage.ledger import Ledger
-from support.fake_agent import MasterProcess, master
 from support.forked import run_forked
-from support.scenario import job_spec
+from support.jobs import job_spec
+from support.masters import MasterProcess, master
 from support.waiting import PATIENCE_S, all_gone
 
 

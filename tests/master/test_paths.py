@@ -9,7 +9,8 @@ import pytest
 
 from oobleck.proto import control_pb2 as pb
 from support import loops
-from support.fake_agent import FakeAgent, MasterProcess, master, operator
+from support.agent import FakeAgent
+from support.masters import MasterProcess, master, operator
 
 JOB = """
 name: {name}

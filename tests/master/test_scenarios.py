@@ -259,8 +259,7 @@ def test_what_two_nodes_raise_more_than_an_hour_apart_is_not_one_fault() -> None
     player = Player()
     before, second, _ = commands("accused").partition("21.0 fail")
     player.play(before)
-    job = player.state.job
-    assert job is not None
+    job = player.job
     ((node, (at, words)),) = job.seen.faults.accused.items()
     job.seen.faults.accused[node] = at - 3600.0, words
     told = player.play(f"{second} n1/0 user again\n24.0 rates\n")

@@ -8,16 +8,13 @@ from pathlib import Path
 from oobleck.core.ids import JobId
 from oobleck.core.job.spec import JobSpec
 from oobleck.host.address import own_address
-from oobleck.host.detection import Detection
-from oobleck.master.config import MasterConfig
 from oobleck.master.events.jobs import JobCancelled, JobStarted, JobSubmitted
-from oobleck.master.loop import Master
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.reducer.apply import apply
-from oobleck.master.storage.journal import Journal
 from oobleck.master.tracking import Tracking, last_line, wanted
 from support import loops
-from support.scenario import job_spec
+from support.jobs import job_spec
+from support.masters import running
 
 
 def tracked(*programs: str) -> JobSpec:
@@ -72,22 +69,18 @@ def test_a_copy_that_cannot_be_written_is_told_and_tried_again(tmp_path: Path) -
                 told.set()
 
     async def run() -> None:
-        config = MasterConfig(listen="127.0.0.1:0", state_dir=tmp_path, timing=Detection())
-        master = Master(config, Journal(tmp_path / "journal.log"))
-        tracking = Tracking(master, lambda: ("--insecure",))
-        tasks = [asyncio.create_task(master.run()), asyncio.create_task(tracking.run("nowhere:1"))]
-        try:
-            async with asyncio.timeout(240):
+        async with running(tmp_path) as master:
+            tracking = Tracking(master, lambda: ("--insecure",))
+            task = asyncio.create_task(tracking.run("nowhere:1"))
+            try:
                 job_id = await master.requests.submit("r", tracked("mlflow"))
                 await told.wait()
                 await master.requests.cancel("c", job_id)
-            assert not any(task.done() for task in tasks)
-        finally:
-            for task in tasks:
+                assert not task.done()
+            finally:
                 task.cancel()
-            await asyncio.wait(tasks)
-            master.close()
-        assert all(task.cancelled() for task in tasks)
+                await asyncio.wait((task,))
+        assert task.cancelled()
 
     log, handler = logging.getLogger("oobleck.master.tracking"), Heard()
     log.addHandler(handler)

@@ -24,8 +24,8 @@ from oobleck.proto.assignments import assignment_message, read_assignment
 from oobleck.proto.protocol import OLDEST
 from oobleck.proto.status import read_register, register_message
 from oobleck.proto.types import Assignment, NodeStatus, Registration
-from support.agents import A, B, Node
-from support.fake_agent import facts
+from support.agent import facts
+from support.agent_core import A, B, Node
 from support.plans import plan_of_cuts
 from support.trained import JOB, context, node, trained_job
 

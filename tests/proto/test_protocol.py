@@ -11,7 +11,7 @@ from oobleck.proto import protocol
 from oobleck.proto.detection import read_welcome, welcome_message
 from oobleck.proto.protocol import NEWEST, OLDEST, common, refusal
 from oobleck.proto.status import read_register
-from support.scenario import facts_of
+from support.agent import facts
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_an_agent_too_new_is_told_what_to_upgrade_whatever_else_it_says() -> Non
         address="10.0.0.1",
         device="quantum",
     )
-    incarnation = facts_of("n1", 1, 1).incarnation
+    incarnation = facts("n1").incarnation
     with pytest.raises(ValueError, match="upgrade the master, one release after the other"):
         read_register(told, incarnation)
     told.protocol = NEWEST

@@ -21,7 +21,7 @@ from oobleck.master.config import MasterConfig
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.job import ENDED, Job
 from oobleck.master.state.node import Node
-from support.scenario import job_spec
+from support.jobs import job_spec
 
 #: Since peace, for the last consequences of what struck before.
 QUIET_S = 40.0

@@ -29,7 +29,7 @@ from oobleck.host.detection import Detection
 from oobleck.master.api import operator_service
 from oobleck.master.state.job import ENDED, Job
 from oobleck.master.storage import journal
-from support.scenario import job_spec
+from support.jobs import job_spec
 
 #: Faults strike in this span; by the end of it all is mended.
 TROUBLE_S = (1.0, 25.0)

@@ -14,7 +14,7 @@ from simulation.machines import MasterHost
 from oobleck.core.ids import NodeName
 from oobleck.master import process
 from oobleck.master.config import MasterConfig
-from support.scenario import job_spec
+from support.jobs import job_spec
 
 if TYPE_CHECKING:
     from simulation.world import World

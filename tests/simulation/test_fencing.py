@@ -24,8 +24,9 @@ from oobleck.proto import control_pb2 as pb
 from oobleck.proto.examinations import examined_message
 from oobleck.proto.reports import report_bytes
 from oobleck.proto.types import Happening, WorkerReport
+from support.jobs import job_spec
 from support.reports import REPORTS
-from support.scenario import copied, job_spec
+from support.scenario import copied
 
 JOB = "demo-1"
 _BROKEN = (grpc.StatusCode.UNAVAILABLE, "Socket closed")

@@ -14,7 +14,7 @@ from oobleck.core.ids import NodeName
 from oobleck.core.job.file import format_job
 from oobleck.master.api.operator_service import OperatorService
 from oobleck.proto import control_pb2 as pb
-from support.scenario import job_spec
+from support.jobs import job_spec
 
 #: Requests of the operator's service that only look.
 _LOOKS = {

@@ -23,7 +23,7 @@ from oobleck.worker.models.huggingface.architecture import Architecture
 from oobleck.worker.models.registry import check_weights
 from oobleck.worker.runtime.random import RowKeys
 from oobleck.worker.state.model_state import ModelState
-from support.recorded import recorded
+from support.jobs import recorded
 from support.waiting import until
 
 LENGTH = 16

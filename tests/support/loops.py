@@ -16,16 +16,17 @@ _RUNNER = asyncio.Runner()
 atexit.register(_RUNNER.close)
 
 
-def run(main: Coroutine[Any, Any, T]) -> T:
+def run(main: Coroutine[Any, Any, T], limit_s: float | None = None) -> T:
     """Run `main` as asyncio.run does, but leave the loop open; its tasks end with it. Raise what
-    one of them raises then, unless `main` raises."""
-    return _RUNNER.run(_alone(main), context=contextvars.copy_context())
+    one of them raises then, unless `main` raises, and TimeoutError after `limit_s`."""
+    return _RUNNER.run(_alone(main, limit_s), context=contextvars.copy_context())
 
 
-async def _alone(main: Coroutine[Any, Any, T]) -> T:
+async def _alone(main: Coroutine[Any, Any, T], limit_s: float | None) -> T:
     before = asyncio.all_tasks()
     try:
-        result = await main
+        async with asyncio.timeout(limit_s):
+            result = await main
     except BaseException:
         await _end_all_but(before)
         raise

@@ -50,9 +50,10 @@ from oobleck.proto.types import (
     WorkerStatus,
 )
 from support.folders import ROOT
+from support.jobs import job_spec
 from support.plans import plan_of_cuts
 from support.reports import REPORTS
-from support.scenario import Player, job_spec
+from support.scenario import Player
 
 RELEASES = ROOT / "tests/releases"
 SCENARIOS = ROOT / "tests/master/scenarios"

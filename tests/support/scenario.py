@@ -22,20 +22,9 @@ from typing import Any
 
 from oobleck.agent.connection.reports import newest_plan
 from oobleck.core.ids import Generation, Incarnation, JobId, NodeName, WorkerId
-from oobleck.core.job.model import ModelSpec
-from oobleck.core.job.spec import (
-    CheckpointSpec,
-    DataSpec,
-    EvaluationSpec,
-    JobSpec,
-    RecoverySpec,
-    ResourceSpec,
-    TrainingSpec,
-)
 from oobleck.core.messages import (
     Assign,
     CheckpointSaved,
-    EvaluationRecord,
     Failed,
     LinkMeasured,
     Measured,
@@ -44,7 +33,6 @@ from oobleck.core.messages import (
     Rendezvous,
     Restored,
     SaveFailed,
-    StepRecord,
 )
 from oobleck.core.plan import Pipeline, Plan
 from oobleck.core.profile import LayerProfile, LinkMeasurement, Measurement, Profile
@@ -108,6 +96,7 @@ from oobleck.master.planning.requests import Machines, profile_on
 from oobleck.master.rules.admission import Refusal, admit
 from oobleck.master.rules.reconcile import reconcile
 from oobleck.master.state.cluster import ClusterState
+from oobleck.master.state.job import Job
 from oobleck.master.state.job_observed import JobSeen
 from oobleck.master.state.node import NodeSeen
 from oobleck.master.state.reducer.apply import apply, follow
@@ -116,79 +105,21 @@ from oobleck.master.storage import snapshot
 from oobleck.master.storage.event_lines import lines_of
 from oobleck.planner.cost.computing import computing_by_layer_s
 from oobleck.planner.profile.estimate import estimate_profile
-from oobleck.proto.protocol import OLDEST
 from oobleck.proto.types import (
     Assignment,
+    Happening,
     Hung,
     NodeFacts,
     NodeStatus,
-    Registration,
     WorkerExited,
     WorkerStatus,
 )
+from support.agent import Agent, facts
+from support.jobs import evaluation, job_spec, record
 
 UNIX = 1_700_000_000.0
 #: Round numbers, far apart, so that transcripts tell which of them something waited for.
 TIMING = Detection(lease_s=5.0, hang_s=20.0, stall_s=30.0)
-
-
-def job_spec(
-    name: str,
-    *,
-    steps: int = 100,
-    f: int = 1,
-    min_nodes: int = 2,
-    measure: int = 0,
-    checkpoint: int = 0,
-    evaluate: int = 0,
-    memory: int | None = None,
-    mixed: int = 0,
-    restart: int = 0,
-    reroute: int = 0,
-    templates: int = 0,
-    uneven: int = 0,
-    shadows: int = 1,
-    hidden: int = 32,
-    sequence: int = 16,
-    batch: int = 16,
-) -> JobSpec:
-    """`evaluate`: every how many steps, of ten times the samples of a step."""
-    return JobSpec(
-        name=name,
-        model=ModelSpec(layers=6, hidden=hidden, heads=2, sequence_length=sequence),
-        data=DataSpec(text=("/nowhere/*.py",)),
-        training=TrainingSpec(steps=steps, global_batch=batch, microbatch=2),
-        fault_tolerance=f,
-        resources=ResourceSpec(min_nodes_per_pipeline=min_nodes, memory_per_worker_bytes=memory),
-        allow_mixed_versions=bool(mixed),
-        profile="measure" if measure else "estimate",
-        checkpoint=CheckpointSpec(path="/saved") if checkpoint else None,
-        evaluation=EvaluationSpec(every=evaluate, fraction=0.1, samples=160) if evaluate else None,
-        on_state_lost="restart" if restart else "fail",
-        recovery=RecoverySpec(
-            policy="reroute"
-            if reroute
-            else "templates"
-            if templates
-            else "uneven"
-            if uneven
-            else "auto",
-            shadows="auto" if shadows else "none",
-        ),
-    )
-
-
-def record(step: int, generation: int, at: float, step_seconds: float = 0.1) -> StepRecord:
-    return StepRecord(
-        step=step,
-        loss=1.0 / step,
-        grad_norm=1.0,
-        tokens=256,
-        samples_digest=f"{step:064x}",
-        generation=Generation(generation),
-        step_seconds=step_seconds,
-        time=at,
-    )
 
 
 def measurement(forward_s: float) -> Measurement:
@@ -213,22 +144,6 @@ def measurement(forward_s: float) -> Measurement:
     return Measurement(kinds=kinds, device="abacus", torch="2")
 
 
-def facts_of(
-    name: str, life: int, slots: int, torch: str = "", device: str = "cpu", engine: str = ""
-) -> NodeFacts:
-    return NodeFacts(
-        node=NodeName(name),
-        incarnation=Incarnation(f"{life:04x}"),
-        hostname=f"host-{name}",
-        address="10.0.0.1",
-        pid=1000 + life,
-        worker_slots=slots,
-        device=device,
-        memory_per_worker_bytes=1 << 30,
-        versions=Versions(torch=torch, engine=engine or ENGINE),
-    )
-
-
 def check_desired(state: ClusterState, now: float, unix: float) -> None:
     """An event is followed for the nodes that it changes something for: so no other lacks it."""
     before = {name: (node.desired, node.seen.assigned_at) for name, node in state.nodes.items()}
@@ -237,30 +152,14 @@ def check_desired(state: ClusterState, now: float, unix: float) -> None:
     assert before == after, "what is desired of nodes was not followed"
 
 
-class Agent:
-    """What one agent would say of itself."""
+class ScenarioAgent(Agent):
+    """An agent of a transcript: its session, and the data that its next workers read."""
 
-    def __init__(self, facts: NodeFacts) -> None:
-        self.facts = facts
-        self.status = NodeStatus()
+    def __init__(self, there: NodeFacts) -> None:
+        super().__init__(there)
         self.session = 0
         self.silent = False
         self.data = "same"
-        self.running: Assignment | None = None
-
-    def worker(self, slot: int, **changes: object) -> None:
-        """Replace fields of the slot's worker, or make it."""
-        old = self.status.worker(slot) or WorkerStatus(
-            slot=slot, incarnation=Incarnation("none"), pid=0
-        )
-        values = {field: getattr(old, field) for field in old.__struct_fields__}
-        others = tuple(w for w in self.status.workers if w.slot != slot)
-        worker = WorkerStatus(**{**values, **changes})  # type: ignore[arg-type]
-        self._status(workers=tuple(sorted((*others, worker), key=lambda w: w.slot)))
-
-    def _status(self, **changes: object) -> None:
-        values = {field: getattr(self.status, field) for field in self.status.__struct_fields__}
-        self.status = NodeStatus(**{**values, **changes})  # type: ignore[arg-type]
 
 
 class Player:
@@ -270,9 +169,9 @@ class Player:
         self.state = ClusterState()
         self.journal: list[tuple[float, Journaled]] = []
         self.now = 0.0
-        self.agents: dict[str, Agent] = {}
+        self.agents: dict[str, ScenarioAgent] = {}
         #: The last one of each name that was refused.
-        self.rivals: dict[str, Agent] = {}
+        self.rivals: dict[str, ScenarioAgent] = {}
         self.lives = 0
         self.wake_at: float | None = None
         self.seen: list[str] = []
@@ -335,7 +234,10 @@ class Player:
         if (job := self.state.job) is not None and job.seen.why_idle != decision.why_idle:
             self._observe(NodesIdle(job_id=job.id, why=decision.why_idle))
         self._tell_assignments()
-        seen = [f"= {j.id} {j.state}{': ' + j.reason if j.reason else ''}" for j in self._jobs()]
+        seen = [
+            f"= {j.id} {j.state}{': ' + j.reason if j.reason else ''}"
+            for j in self.state.jobs.values()
+        ]
         self.written += [line for line in seen if line not in self.seen]
         self.seen = seen
 
@@ -346,8 +248,12 @@ class Player:
                 assignment = self.state.assignment(node)
                 agent.running = newest_plan(agent.running, assignment)
 
-    def _jobs(self) -> Iterator:
-        yield from self.state.jobs.values()
+    @property
+    def job(self) -> Job:
+        """Job that trains, or is to."""
+        job = self.state.job
+        assert job is not None
+        return job
 
     def _journal(self, event: Journaled, unix: float | None = None) -> None:
         unix = UNIX + self.now if unix is None else unix
@@ -404,8 +310,17 @@ class Player:
             rest, _, torch = rest.partition("@")
             name, _, slots = rest.partition(":")
             self.lives += 1
-            facts = facts_of(name, self.lives, int(slots or 1), torch, device or "cpu", engine)
-            agent = Agent(facts)
+            there = facts(
+                name,
+                incarnation=Incarnation(f"{self.lives:04x}"),
+                hostname=f"host-{name}",
+                address="10.0.0.1",
+                pid=1000 + self.lives,
+                worker_slots=int(slots or 1),
+                device=device or "cpu",
+                versions=Versions(torch=torch, engine=engine or ENGINE),
+            )
+            agent = ScenarioAgent(there)
             if self._admit(agent):
                 self.agents[name] = agent
             else:
@@ -424,8 +339,7 @@ class Player:
     def do_claim(self, name: str, generation: str, what: str, *nodes: str) -> None:
         """The agent comes back and tells of a plan of one pipeline over `nodes` that no master has
         made, which is `what`: whole, or without processes."""
-        job = self.state.job
-        assert job is not None
+        job = self.job
         layers = job.spec.model.layer_count
         cuts = [round(k * layers / len(nodes)) for k in range(len(nodes) + 1)]
         stages = tuple(
@@ -450,16 +364,12 @@ class Player:
         )
         self.do_reconnect(name)
 
-    def _admit(self, agent: Agent) -> bool:
-        registration = Registration(
-            protocol=OLDEST, facts=agent.facts, status=agent.status, running=agent.running
-        )
-        verdict = admit(self.state, registration, self.now, self.timing)
+    def _admit(self, agent: ScenarioAgent) -> bool:
+        verdict = admit(self.state, agent.registration(), self.now, self.timing)
         if isinstance(verdict, Refusal):
             kind = "refused for now" if verdict.temporary else "refused"
             self.written.append(f"> {kind}: {verdict.reason}")
-            facts = agent.facts
-            self._observe(AgentRefused(node=facts.node, incarnation=facts.incarnation))
+            self._observe(AgentRefused(node=agent.facts.node, incarnation=agent.facts.incarnation))
             return False
         for event in verdict:
             self.written.append(f"> {told(event)}")
@@ -487,7 +397,7 @@ class Player:
         for name in names:
             agent = self.agents[name]
             job_id = self.state.nodes[NodeName(name)].desired.job_id
-            agent._status(job_id=job_id, generation=Generation(0), workers=())
+            agent.change(job_id=job_id, generation=Generation(0), workers=())
             for slot in range(agent.facts.worker_slots):
                 self._fresh(agent, slot)
             self._tell(agent)
@@ -510,7 +420,7 @@ class Player:
             self.agents[name].status = NodeStatus(leaving=self.agents[name].status.leaving)
             self._tell(self.agents[name])
 
-    def _fresh(self, agent: Agent, slot: int) -> None:
+    def _fresh(self, agent: ScenarioAgent, slot: int) -> None:
         self.lives += 1
         agent.worker(
             slot,
@@ -527,7 +437,7 @@ class Player:
             finished=False,
         )
 
-    def _tell(self, agent: Agent) -> None:
+    def _tell(self, agent: ScenarioAgent) -> None:
         self._observe(StatusReceived(node=agent.facts.node, status=agent.status))
 
     def do_enter(self, generation: str, *names: str) -> None:
@@ -536,7 +446,7 @@ class Player:
             self.do_phase(phase, generation, *names)
         for name in names:
             agent = self.agents[name]
-            agent._status(generation=Generation(int(generation)))
+            agent.change(generation=Generation(int(generation)))
             for worker in agent.status.workers:
                 before = () if worker.generation == Generation(0) else (worker.generation,)
                 agent.worker(
@@ -548,56 +458,46 @@ class Player:
             self._tell(agent)
 
     def do_phase(self, phase: str, generation: str, *names: str) -> None:
-        job = self.state.job
-        assert job is not None
+        step = self.job.seen.steps.committed_step
         for name in names:
             reached = PhaseReached(
                 generation=Generation(int(generation)),
                 phase=phase,  # type: ignore[arg-type]
-                committed_step=job.seen.steps.committed_step if phase == "joined" else None,
-                redo=phase == "joined" and job.seen.steps.committed_step > 0,
+                committed_step=step if phase == "joined" else None,
+                redo=phase == "joined" and step > 0,
                 received_bytes=100 if phase == "transferred" else 0,
             )
-            worker = WorkerId(NodeName(name), 0)
-            self._phase(job.id, worker, reached)
+            self.report(WorkerId(NodeName(name), 0), reached)
 
     def do_received(self, generation: str, layers: str, name: str) -> None:
         """Its worker holds these layers, as `0-2,5`, on the way into the generation."""
-        job = self.state.job
-        assert job is not None
         spans = [[int(end) for end in span.split("-")] for span in layers.split(",")]
         reached = PhaseReached(
             generation=Generation(int(generation)),
             phase="received",
             layers=tuple(layer for span in spans for layer in range(span[0], span[-1] + 1)),
         )
-        self._phase(job.id, WorkerId(NodeName(name), 0), reached)
+        self.report(WorkerId(NodeName(name), 0), reached)
 
     def do_joined(self, generation: str, step: str, *names: str) -> None:
         """Their workers have met and agreed on the step."""
-        job = self.state.job
-        assert job is not None
         for name in names:
             number = Generation(int(generation))
             reached = PhaseReached(generation=number, phase="joined", committed_step=int(step))
-            self._phase(job.id, WorkerId(NodeName(name), 0), reached)
+            self.report(WorkerId(NodeName(name), 0), reached)
 
     def do_steps(self, first: str, last: str, generation: str, seconds: str = "0.1") -> None:
-        job = self.state.job
-        assert job is not None
         # Records of steps that were recorded before do not come again.
-        since = max(int(first), job.seen.steps.committed_step + 1)
+        since = max(int(first), self.job.seen.steps.committed_step + 1)
         records = tuple(
             record(step, int(generation), UNIX + self.now, float(seconds))
             for step in range(since, int(last) + 1)
         )
-        self._observe(RecordsReceived(job_id=job.id, records=records))
+        self._observe(RecordsReceived(job_id=self.job.id, records=records))
 
     def do_behind_gap(self, waiting: str) -> None:
         """Records wait for those of steps before: `yes`, or `no` longer."""
-        job = self.state.job
-        assert job is not None
-        self._observe(RecordsWait(job_id=job.id, waiting=waiting == "yes"))
+        self._observe(RecordsWait(job_id=self.job.id, waiting=waiting == "yes"))
 
     def do_stepped(self, generation: str, *names: str) -> None:
         """Statuses say that their workers have committed a step in the generation."""
@@ -612,8 +512,7 @@ class Player:
         """For so many seconds all workers of the plan train so many steps in each, in the time that
         the profile says; N1/0=2: in twice that, N1/0=nothing: it tells of none, 0-3=1.5: the
         profile is wrong about these layers."""
-        job = self.state.job
-        assert job is not None
+        job = self.job
         made = job.current.made
         assert made is not None
         members = [self.state.nodes[name] for name in job.current.members]
@@ -629,12 +528,10 @@ class Player:
 
     def _computed(self, worker: WorkerId, steps: int, step_s: float, pace: str) -> None:
         """The worker's agent tells of so many steps more in the newest generation."""
-        job, agent = self.state.job, self.agents[worker.node]
-        assert job is not None
+        agent, generation = self.agents[worker.node], self.job.current.generation
         known = agent.status.worker(worker.slot)
         if known is None or agent.silent:
             return
-        generation = job.current.generation
         told = known.compute_steps, known.compute_s
         before, spent_s = told if known.stepped == generation else (0, 0.0)
         if pace == "nothing":
@@ -650,8 +547,7 @@ class Player:
 
     def do_alone(self, attempt: str, *paces: str) -> None:
         """Workers that stand by have measured; N1/0=2: in twice the time that the profile says."""
-        job = self.state.job
-        assert job is not None
+        job = self.job
         members = [self.state.nodes[name] for name in job.current.members]
         layers = profile_on(job.spec, Machines.of(job, members)).layers
         embedding_s, block_s, head_s = (
@@ -670,23 +566,11 @@ class Player:
                 measurement=None,
                 alone_s=(times * embedding_s, times * block_s, times * head_s),
             )
-            process = self._process(worker)
-            self._observe(
-                WorkerReported(worker=worker, job_id=job.id, incarnation=process, what=found)
-            )
+            self.report(worker, found)
 
     def do_evaluated(self, step: str, generation: str) -> None:
-        job = self.state.job
-        assert job is not None
-        found = EvaluationRecord(
-            step=int(step),
-            loss=1.0,
-            samples=160,
-            generation=Generation(int(generation)),
-            seconds=1.0,
-            time=UNIX + self.now,
-        )
-        self._observe(EvaluationReceived(job_id=job.id, record=found))
+        found = evaluation(int(step), int(generation), UNIX + self.now)
+        self._observe(EvaluationReceived(job_id=self.job.id, record=found))
 
     def do_unreached(self, generation: str, peer: str, *workers: str) -> None:
         """None of the workers finds a way to the peers (a/0,b/0), or to the host: HOST."""
@@ -701,8 +585,6 @@ class Player:
         self._peer_lost(worker, generation, "", left=f"{worker} was out of memory")
 
     def _peer_lost(self, worker: str, generation: str, unreached: str, *, left: str = "") -> None:
-        job = self.state.job
-        assert job is not None
         lost = PeerLost(
             generation=Generation(int(generation)),
             step=1,
@@ -711,19 +593,17 @@ class Player:
             unreached=tuple(map(worker_id, unreached.split(","))) if "/" in unreached else (),
             host_unreached=unreached == "HOST",
         )
-        process = self._process(worker_id(worker))
-        self._observe(
-            WorkerReported(worker=worker_id(worker), job_id=job.id, incarnation=process, what=lost)
-        )
+        self.report(worker_id(worker), lost)
 
-    def _phase(self, job_id: JobId, worker: WorkerId, reached: PhaseReached) -> None:
-        process = self._process(worker)
+    def report(self, worker: WorkerId, what: Happening, of: Incarnation | None = None) -> None:
+        """Report about a process; None: the one in the worker's slot."""
+        process = self._process(worker) if of is None else of
         self._observe(
-            WorkerReported(worker=worker, job_id=job_id, incarnation=process, what=reached)
+            WorkerReported(worker=worker, job_id=self.job.id, incarnation=process, what=what)
         )
 
     def _process(self, worker: WorkerId) -> Incarnation:
-        """The one in its slot, by what its agent said last."""
+        """Return the process in its slot, as its agent said last."""
         agent = self.agents.get(worker.node)
         told = agent.status.worker(worker.slot) if agent is not None else None
         return told.incarnation if told is not None else Incarnation("none")
@@ -737,7 +617,7 @@ class Player:
         at = worker_id(worker)
         agent = self.agents[at.node]
         left = tuple(w for w in agent.status.workers if w.slot != at.slot)
-        agent._status(workers=left)
+        agent.change(workers=left)
         self._tell(agent)
 
     def do_fork(self, *workers: str) -> None:
@@ -757,33 +637,22 @@ class Player:
             self._tell(agent)
 
     def do_broken(self, worker: str) -> None:
-        """The same of a process that has ended by itself."""
+        """The agent reports that the process has ended by itself."""
         self._exit(worker, exit_code=1, signum=None)
 
     def _exit(self, worker: str, exit_code: int | None, signum: int | None) -> None:
-        job, at = self.state.job, worker_id(worker)
-        assert job is not None
-        agent = self.agents[at.node]
-        process = agent.status.worker(at.slot)
+        at = worker_id(worker)
+        process = self.agents[at.node].status.worker(at.slot)
         assert process is not None
         exited = WorkerExited(
             pid=process.pid, exit_code=exit_code, signal=signum, log_tail="last words"
         )
-        event = WorkerReported(
-            worker=at, job_id=job.id, incarnation=process.incarnation, what=exited
-        )
-        self._observe(event)
+        self.report(at, exited)
 
     def do_hang(self, worker: str, seconds: str) -> None:
         """Its agent has killed it, since it hangs; the process is still there."""
-        job, at = self.state.job, worker_id(worker)
-        assert job is not None
-        process = self.agents[at.node].status.worker(at.slot)
-        assert process is not None
         hung = Hung(reason="its training thread hangs (forward)", seconds=float(seconds))
-        self._observe(
-            WorkerReported(worker=at, job_id=job.id, incarnation=process.incarnation, what=hung)
-        )
+        self.report(worker_id(worker), hung)
 
     def do_at(self, worker: str, beats: str, doing: str, waiting: str = "") -> None:
         """N1/0 7 forward; N1/0 8 vote waiting: what its training thread is at."""
@@ -807,34 +676,20 @@ class Player:
 
     def do_swapped(self, worker: str) -> None:
         """The agent tells how the process ended that it swapped."""
-        job, at = self.state.job, worker_id(worker)
-        assert job is not None
+        at = worker_id(worker)
         before = self.swapped[at]
         exited = WorkerExited(pid=before.pid, exit_code=None, signal=9, log_tail="last words")
-        self._observe(
-            WorkerReported(worker=at, job_id=job.id, incarnation=before.incarnation, what=exited)
-        )
+        self.report(at, exited, before.incarnation)
 
     def do_fail(self, worker: str, kind: str, message: str) -> None:
-        job, at = self.state.job, worker_id(worker)
-        assert job is not None
-        process = self.agents[at.node].status.worker(at.slot)
-        assert process is not None
-        event = WorkerReported(
-            worker=at,
-            job_id=job.id,
-            incarnation=process.incarnation,
-            what=Failed(kind=kind, message=message),  # type: ignore[arg-type]
-        )
-        self._observe(event)
+        self.report(worker_id(worker), Failed(kind=kind, message=message))  # type: ignore[arg-type]
 
     def do_stale(self, worker: str, what: str, *words: str) -> None:
         """The command `what`, as told by the process that was in the slot before this one."""
-        job, at = self.state.job, worker_id(worker)
-        assert job is not None
+        at = worker_id(worker)
         agent = self.agents[at.node]
         status = agent.status
-        agent.worker(at.slot, incarnation=next(reversed(job.lineage.replaced)))
+        agent.worker(at.slot, incarnation=next(reversed(self.job.lineage.replaced)))
         getattr(self, f"do_{what}")(*words)
         agent.status = status
 
@@ -848,23 +703,13 @@ class Player:
                 measurement=None if failed else measurement(0.1),
                 problem="out of memory" if failed else "",
             )
-            self._report_measured(worker_id(word), measured)
+            self.report(worker_id(word), measured)
 
     def do_link(self, worker: str, attempt: str) -> None:
         """The first worker of a meeting between nodes reports 1 GB/s."""
         link = LinkMeasurement(scope="inter_node", latency_s=1e-4, bytes_per_s=1e9)
         measured = LinkMeasured(attempt=int(attempt), scope="inter_node", link=link)
-        self._report_measured(worker_id(worker), measured)
-
-    def _report_measured(self, at: WorkerId, measured: Measured | LinkMeasured) -> None:
-        job = self.state.job
-        process = self.agents[at.node].status.worker(at.slot)
-        assert job is not None
-        assert process is not None
-        event = WorkerReported(
-            worker=at, job_id=job.id, incarnation=process.incarnation, what=measured
-        )
-        self._observe(event)
+        self.report(worker_id(worker), measured)
 
     def do_stored(self, *keys: str) -> None:
         """The chosen profile of the first job is stored, under its key; without a word: nothing."""
@@ -901,8 +746,7 @@ class Player:
 
     def do_checkpoint(self) -> None:
         """An operator wants one of the active job."""
-        job = self.state.job
-        assert job is not None
+        job = self.job
         number = job.saves.requested + 1
         request_id = f"save {number}"
         self._journal(CheckpointRequested(job_id=job.id, request_id=request_id, number=number))
@@ -922,19 +766,16 @@ class Player:
         for name in names:
             path = f"/saved/{step}" if int(step) else ""
             restored = Restored(generation=Generation(int(generation)), step=int(step), path=path)
-            job = self.state.job
-            assert job is not None
-            self._observe(RestoreReceived(job_id=job.id, restored=restored))
+            self._observe(RestoreReceived(job_id=self.job.id, restored=restored))
             for phase in ("aborted", "joined", "transferred"):
                 reached = PhaseReached(
                     generation=Generation(int(generation)),
                     phase=phase,  # type: ignore[arg-type]
                     committed_step=int(step) if phase == "joined" else None,
                 )
-                worker = WorkerId(NodeName(name), 0)
-                self._phase(job.id, worker, reached)
+                self.report(WorkerId(NodeName(name), 0), reached)
             agent = self.agents[name]
-            agent._status(generation=Generation(int(generation)))
+            agent.change(generation=Generation(int(generation)))
             self.do_progress(step, generation, name)
 
     def do_progress(self, step: str, generation: str, *names: str) -> None:
@@ -948,12 +789,9 @@ class Player:
             self._tell(agent)
 
     def _report_save(self, what: CheckpointSaved | SaveFailed) -> None:
-        job = self.state.job
-        assert job is not None
-        assert job.current.made is not None
-        worker = job.current.made.plan.workers[0]
-        process = self._process(worker)
-        self._observe(WorkerReported(worker=worker, job_id=job.id, incarnation=process, what=what))
+        made = self.job.current.made
+        assert made is not None
+        self.report(made.plan.workers[0], what)
 
     def do_finish(self, *names: str) -> None:
         for name in names:
@@ -1006,22 +844,22 @@ class Player:
     def do_leave(self, *names: str) -> None:
         """The agents were told to end."""
         for name in names:
-            self.agents[name]._status(leaving=True)
+            self.agents[name].change(leaving=True)
             self._tell(self.agents[name])
 
     def do_end(self, *names: str) -> None:
         """The agents end at once, and their workers with them, of which none is listed any more."""
         for name in names:
-            self.agents[name]._status(ending=True, workers=())
+            self.agents[name].change(ending=True, workers=())
             self._tell(self.agents[name])
 
     def do_trouble(self, name: str, failed_starts: str, trouble: str = "") -> None:
-        self.agents[name]._status(failed_starts=int(failed_starts), trouble=trouble)
+        self.agents[name].change(failed_starts=int(failed_starts), trouble=trouble)
         self._tell(self.agents[name])
 
     def do_sick(self, name: str, *troubles: str) -> None:
         """NVML says so to the node's agent; nothing: its GPUs are well."""
-        self.agents[name]._status(sick="\n".join(troubles))
+        self.agents[name].change(sick="\n".join(troubles))
         self._tell(self.agents[name])
 
     def do_hindered(self, name: str, why: str) -> None:
@@ -1046,9 +884,7 @@ class Player:
 
     def do_rates(self) -> None:
         """Write down who is known to be slow."""
-        job = self.state.job
-        assert job is not None
-        rates = " ".join(f"{worker}={rate:g}" for worker, rate in sorted(job.rates.items()))
+        rates = " ".join(f"{worker}={rate:g}" for worker, rate in sorted(self.job.rates.items()))
         self.written.append(f"> rates: {rates or 'all the same'}")
 
     def do_assigned(self, *names: str) -> None:

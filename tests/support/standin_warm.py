@@ -46,7 +46,6 @@ from oobleck.core.messages import (
     PeerLost,
     PhaseReached,
     Ready,
-    StepRecord,
     Stop,
     ToWarm,
     ToWorker,
@@ -56,19 +55,7 @@ from oobleck.core.profile import LinkMeasurement
 from oobleck.host.ipc.channel import Channel
 from oobleck.host.ipc.marker import Marker
 from oobleck.host.system.process import die_with_parent
-
-
-def record(step: int, generation: Generation) -> StepRecord:
-    return StepRecord(
-        step=step,
-        loss=1.0 / step,
-        grad_norm=1.0,
-        tokens=64,
-        samples_digest="0" * 64,
-        generation=generation,
-        step_seconds=0.01,
-        time=time.time(),
-    )
+from support.jobs import record
 
 
 def say(text: str) -> None:
@@ -135,7 +122,9 @@ def work(channel: Channel[ToWorker], marker: Marker) -> int:
         elif running:
             step += 1
             compute = ComputeTime(steps=step, seconds=0.0) if name == "timeless" else None
-            channel.send(Committed(record=record(step, generation), compute=compute))
+            channel.send(
+                Committed(record=record(step, generation, time.time(), 0.01), compute=compute)
+            )
             if step == launch.job.training.steps:
                 channel.send(Finished(generation=generation, step=step))
 

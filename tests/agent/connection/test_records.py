@@ -7,8 +7,8 @@ from oobleck.agent.connection.reports import hold_s
 from oobleck.agent.processes.output import LINE_BYTES, TAIL_LINES, LogQueue, Tail
 from oobleck.core.ids import Generation, Incarnation, JobId, NodeName
 from oobleck.proto.types import NodeStatus
+from support.jobs import record
 from support.plans import plan_of_cuts
-from support.standin_warm import record
 
 JOB = JobId("demo-1")
 FIRST = Generation(1)

@@ -7,7 +7,8 @@ from oobleck.agent.events import WorkerSaid
 from oobleck.core.ids import Generation
 from oobleck.core.messages import Committed, ComputeTime, PhaseReached
 from oobleck.proto.status import read_status, status_message
-from support.agents import A, Node, record
+from support.agent_core import A, Node
+from support.jobs import record
 
 
 def told(*computed: ComputeTime) -> tuple[int, float]:

@@ -16,8 +16,8 @@ from bench.support.ports import choose_address
 from oobleck.cli.client import MasterClient
 from oobleck.core.job.file import format_job
 from support.commands import end, refused, run
+from support.jobs import job_spec
 from support.operators_master import answering
-from support.scenario import job_spec
 from support.secured import Secured
 from support.waiting import PATIENCE_S, until
 

@@ -20,13 +20,12 @@ from oobleck.master.api.access import ALLOWED, JOIN
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto import control_pb2_grpc as rpc
 from oobleck.proto.health import CHECK
-from oobleck.proto.protocol import OLDEST
 from oobleck.proto.secure import open_aio_channel
 from oobleck.proto.status import register_message
-from oobleck.proto.types import NodeStatus, Registration
 from support import holders, loops
+from support.agent import Agent, facts
 from support.commands import run
-from support.fake_agent import MasterProcess, facts
+from support.masters import MasterProcess
 
 DENIED = (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED)
 #: What gRPC says where a message met the end of its call: how that ended is not known then.
@@ -202,10 +201,9 @@ def test_an_agent_speaks_for_its_own_node_alone(
     endpoint = Endpoint(address=running.address, credentials=everyone["agent"])
 
     def register(name: str) -> pb.AgentMessage:
-        node = facts(name)
-        registration = Registration(protocol=OLDEST, facts=node, status=NodeStatus())
+        agent = Agent(facts(name))
         return pb.AgentMessage(
-            incarnation=node.incarnation, register=register_message(registration)
+            incarnation=agent.facts.incarnation, register=register_message(agent.registration())
         )
 
     path = "/oobleck.Control/Session"

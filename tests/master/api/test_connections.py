@@ -32,7 +32,7 @@ from oobleck.master.api.connections import (
     source_of,
 )
 from support import loops
-from support.fake_agent import master
+from support.masters import master
 
 DEADLINE_S = 240.0
 #: Long enough for a connection on this host; one that is refused has no answer at all.

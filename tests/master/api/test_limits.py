@@ -18,7 +18,7 @@ from oobleck.master.api.operator_service import MOST_JOB_CHARACTERS
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto import control_pb2_grpc as rpc
 from support import loops
-from support.fake_agent import MasterProcess, master
+from support.masters import MasterProcess, master
 
 DEADLINE_S = 240.0
 

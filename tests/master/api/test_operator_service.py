@@ -8,25 +8,21 @@ from pathlib import Path
 
 import grpc
 import pytest
+from msgspec.structs import replace
 
-from oobleck.core.ids import Generation
-from oobleck.core.messages import Evaluated, EvaluationRecord
+from oobleck.core.messages import Evaluated
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto import control_pb2_grpc as rpc
 from oobleck.proto.protocol import NEWEST
 from oobleck.proto.types import NodeStatus
-from support.crowd import all_of, connected, job_text, run, started, state_of
-from support.fake_agent import DEADLINE_S, FakeAgent, MasterProcess, master, operator, told
-from support.scenario import record
+from support import loops
+from support.agent import FakeAgent, all_of, connected, started, told
+from support.jobs import evaluation, job_text, record
+from support.masters import DEADLINE_S, MasterProcess, master, operator, state_of
 
 
 def evaluated(generation: int, step: int, loss: float | None) -> Evaluated:
-    within = Generation(generation)
-    return Evaluated(
-        record=EvaluationRecord(
-            step=step, loss=loss, samples=8, generation=within, seconds=0.1, time=1.0
-        )
-    )
+    return Evaluated(record=replace(evaluation(step, generation), loss=loss))
 
 
 def lines(state_dir: Path, job_id: str, name: str) -> list[dict]:
@@ -44,11 +40,11 @@ def test_a_node_is_lost_and_the_master_killed_and_the_job_ends_well(tmp_path: Pa
         assert assign is not None
         assert assign.plan.nodes == ("n1", "n2", "n3", "n4")
         assert assign.rendezvous.host == "127.0.0.1:4001"
-        assert agents[3].assignments[-1].worker_incarnations == (agents[3].worker,)
+        assert agents[3].assignments[-1].worker_incarnations == (agents[3].process,)
         assert agents[3].assignments[-1].assign == assign
 
         for agent in agents[:2]:
-            agent.report(evaluated(1, 2, 3.5))
+            agent.send_report(evaluated(1, 2, 3.5))
         told(agents, job_id, record(1, 1, 1.0), record(2, 1, 2.0))
         await all_of(agents, lambda a: a.acks.get(job_id) == 2)
         status = await state_of(control, job_id, "running")
@@ -84,7 +80,7 @@ def test_a_node_is_lost_and_the_master_killed_and_the_job_ends_well(tmp_path: Pa
             status = await state_of(control, job_id, "running")
             assert status.evaluation.step == 2  # from the file
             for agent in survivors:  # and told again, as to every new session
-                agent.report(evaluated(1, 2, 3.5))
+                agent.send_report(evaluated(1, 2, 3.5))
             # All agents tell all records, in no order, and again.
             words = [(agent, step) for agent in survivors for step in range(2, 21)]
             random.shuffle(words)
@@ -94,7 +90,7 @@ def test_a_node_is_lost_and_the_master_killed_and_the_job_ends_well(tmp_path: Pa
             assert [agent.assignments[-1].version for agent in survivors] == versions
             assert [agent.planned for agent in survivors] == [2, 2, 2]
             for agent in survivors:  # the job's end waits for the evaluation of its last step
-                agent.report(evaluated(2, 20, None))
+                agent.send_report(evaluated(2, 20, None))
                 agent.workers(2, finished=True)
             status = await state_of(control, job_id, "succeeded")
             assert (status.evaluation.step, status.evaluation.HasField("loss")) == (20, False)
@@ -128,7 +124,7 @@ def test_a_node_is_lost_and_the_master_killed_and_the_job_ends_well(tmp_path: Pa
             assert [line["step"] for line in metrics] == list(range(1, 21))
 
     try:
-        run(test())
+        loops.run(test(), limit_s=480)
     finally:
         assert running.close() == 0
     assert "Traceback" not in running.errors.read_text()
@@ -196,7 +192,7 @@ def test_what_an_agent_of_a_later_release_says_beyond_this_one_is_passed_over(
                 await asyncio.sleep(0.05)
 
     with master(tmp_path / "state") as running:
-        run(test(running.address))
+        loops.run(test(running.address), limit_s=480)
 
 
 def test_who_is_refused_and_how(tmp_path: Path) -> None:
@@ -259,7 +255,7 @@ def test_who_is_refused_and_how(tmp_path: Path) -> None:
             assert [(node.node, node.state) for node in nodes] == [("n1", "live")]
 
     with master(tmp_path / "state") as running:
-        run(test(running.address))
+        loops.run(test(running.address), limit_s=480)
     assert "Traceback" not in running.errors.read_text()
 
 
@@ -284,7 +280,7 @@ def test_a_request_that_is_repeated_gives_the_same_job_and_jobs_queue(tmp_path: 
             assert events == ["submitted", "waiting", "cancelled"]
 
     with master(tmp_path / "state") as running:
-        run(test(running.address))
+        loops.run(test(running.address), limit_s=480)
 
 
 def test_an_agent_that_does_not_read_holds_nobody_up(tmp_path: Path) -> None:
@@ -306,7 +302,7 @@ def test_an_agent_that_does_not_read_holds_nobody_up(tmp_path: Path) -> None:
         await deaf.disconnect()
 
     with master(tmp_path / "state") as running:
-        run(test(running.address))
+        loops.run(test(running.address), limit_s=480)
 
 
 def test_many_records_cost_few_acknowledgements(tmp_path: Path) -> None:
@@ -324,7 +320,7 @@ def test_many_records_cost_few_acknowledgements(tmp_path: Path) -> None:
             assert agents[1].acks_heard - heard <= 2 + took_s / 0.5
 
     with master(tmp_path) as running:
-        run(test(running.address))
+        loops.run(test(running.address), limit_s=480)
 
 
 def test_the_newest_stream_of_an_agent_replaces_the_older(tmp_path: Path) -> None:
@@ -334,7 +330,7 @@ def test_the_newest_stream_of_an_agent_replaces_the_older(tmp_path: Path) -> Non
             told(agents, job_id, record(1, 1, 1.0))
             await state_of(control, job_id, "running")
             twin = FakeAgent("n2", incarnation=agents[1].facts.incarnation)
-            twin.assignments, twin.worker = list(agents[1].assignments), agents[1].worker
+            twin.assignments, twin.process = list(agents[1].assignments), agents[1].process
             twin.workers(1)
             await twin.connect(address)
             await agents[1].until(lambda: agents[1].refused)
@@ -346,7 +342,7 @@ def test_the_newest_stream_of_an_agent_replaces_the_older(tmp_path: Path) -> Non
             await twin.disconnect()
 
     with master(tmp_path / "state") as running:
-        run(test(running.address))
+        loops.run(test(running.address), limit_s=480)
 
 
 def test_a_master_that_was_stopped_convicts_nobody(tmp_path: Path) -> None:
@@ -366,7 +362,7 @@ def test_a_master_that_was_stopped_convicts_nobody(tmp_path: Path) -> None:
             assert [node.state for node in nodes] == ["live"] * 4
 
     with master(tmp_path / "state") as running:
-        run(test(running))
+        loops.run(test(running), limit_s=480)
     assert "leases last as much longer" in running.errors.read_text()
     assert "NodeLost" not in running.errors.read_text()
 
@@ -405,4 +401,4 @@ def test_output_comes_back_by_node_and_rank(tmp_path: Path) -> None:
             assert await call.read() is grpc.aio.EOF
 
     with master(tmp_path / "state") as running:
-        run(test(running.address))
+        loops.run(test(running.address), limit_s=480)

@@ -12,11 +12,9 @@ import pytest
 
 from oobleck.cli.cluster import authority
 from oobleck.core.ids import JobId, NodeName
-from oobleck.host.detection import DETECTIONS
 from oobleck.host.security import pki
 from oobleck.host.security.credentials import Credentials, Role
 from oobleck.master.clients.requests import Requests
-from oobleck.master.config import MasterConfig
 from oobleck.master.events.unions import (
     CredentialIssued,
     CredentialsRevoked,
@@ -36,16 +34,14 @@ from oobleck.master.state.trust import (
     check_renewal,
     is_revoked,
 )
-from oobleck.master.storage.journal import Journal
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto import control_pb2_grpc as rpc
-from oobleck.proto.protocol import OLDEST
 from oobleck.proto.secure import open_aio_channel
-from oobleck.proto.types import NodeStatus, Registration
-from support import holders, loops
+from support import holders, loops, masters
+from support.agent import Agent, facts
 from support.commands import run
-from support.fake_agent import MasterProcess, facts
-from support.scenario import job_spec
+from support.jobs import job_spec
+from support.masters import MasterProcess
 
 LIMIT_S = 60.0
 END = 1e9
@@ -129,21 +125,13 @@ def test_what_a_caller_asks_who_is_revoked_in_that_turn_is_denied(tmp_path: Path
     """All calls had come, and were allowed, before the revocation was decided on."""
 
     async def play() -> None:
-        timing = DETECTIONS["wan"]
-        config = MasterConfig(listen="127.0.0.1:0", state_dir=tmp_path, timing=timing)
-        running = Master(config, Journal(tmp_path / "journal.log"))
-        loop = asyncio.create_task(running.run())
-        try:
-            async with asyncio.timeout(LIMIT_S):
-                job_id = await running.requests.submit("r1", job_spec("demo"))
-                before = running.state.sequence
-                await _revoke_and_ask(running, job_id)
-        finally:
-            loop.cancel()
-            running.close()
-        assert running.state.sequence == before + 2  # the revocations
-        assert not running.state.nodes
-        assert list(running.state.jobs) == [job_id]
+        async with masters.running(tmp_path) as master:
+            job_id = await master.requests.submit("r1", job_spec("demo"))
+            before = master.state.sequence
+            await _revoke_and_ask(master, job_id)
+        assert master.state.sequence == before + 2  # the revocations
+        assert not master.state.nodes
+        assert list(master.state.jobs) == [job_id]
 
     loops.run(play())
 
@@ -157,7 +145,7 @@ async def _revoke_and_ask(running: Master, job_id: JobId) -> None:
         return CredentialIssued(role="operator", name="eve", expires_at=END), None
 
     agent = pki.Identity(role="agent", name="n1", issued_at=1.0, expires_at=END * 10)
-    register = Registration(protocol=OLDEST, facts=facts("n1"), status=NodeStatus())
+    register = Agent(facts("n1")).registration()
     eve = pki.Identity(role="operator", name="eve", issued_at=1.0, expires_at=END * 10)
     hers: Requests = running.requests.of(eve)
     node = NodeName("n1")

@@ -19,8 +19,8 @@ from oobleck.host.wheel import Wheel, stored_as
 from oobleck.master.api import wheels
 from oobleck.master.api.wheels import Wheels
 from support import loops
-from support.crowd import job_text
-from support.fake_agent import MasterProcess
+from support.jobs import job_text
+from support.masters import MasterProcess
 from support.wheels import wheel_of
 
 #: Of several messages.

@@ -41,8 +41,8 @@ from oobleck.master.state.node import Node, NodeSeen
 from oobleck.proto.examinations import read_order
 from oobleck.proto.protocol import NEWEST
 from support import loops
-from support.fake_agent import facts
-from support.scenario import job_spec
+from support.agent import facts
+from support.jobs import job_spec
 
 SAVED = "/shared/saved"
 WELL = Way(

@@ -19,8 +19,8 @@ from oobleck.master.events.jobs import PlanMade
 from oobleck.master.state.job import Job
 from oobleck.proto import control_pb2 as pb
 from support import loops
+from support.jobs import job_spec, record
 from support.plans import plan_of_cuts
-from support.scenario import job_spec, record
 
 PLAN = plan_of_cuts(([3, 5], 8))
 NODES = ("n0", "n1")

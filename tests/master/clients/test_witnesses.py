@@ -12,7 +12,8 @@ from oobleck.master.clients.outbox import Budget
 from oobleck.master.clients.witnesses import LOST_S, MOST_WAITING, SILENT, Witnesses
 from oobleck.master.state import senders
 from oobleck.proto.types import Happening, WorkerExited, WorkerReport
-from support.scenario import Player, record
+from support.jobs import record
+from support.scenario import Player
 
 N1, N2, N3, N9 = (NodeName(name) for name in ("n1", "n2", "n3", "n9"))
 
@@ -245,8 +246,7 @@ def test_nobody_else_ends_a_process_that_is_about_to_leave() -> None:
         "0.0 register n1 n2 n3 n9:2\n0.1 submit demo f=0 min_nodes=1\n0.5 ready n1 n2 n3\n"
         "0.7 enter 1 n1 n2 n3\n1.0 steps 1 5 1\n2.0 drain n3\n"
     )
-    job = player.state.job
-    assert job is not None
+    job = player.job
     ((worker, process),) = job.current.leaving_processes().items()
     assert worker.node == N3
     exited = WorkerExited(pid=2, exit_code=None, signal=9)

@@ -30,7 +30,8 @@ from oobleck.proto.types import (
     Registration,
     WorkerStatus,
 )
-from support.scenario import Player, job_spec
+from support.jobs import job_spec
+from support.scenario import Player
 
 FIRST, AGAIN, ELSEWHERE = "00000001", "00000002", "0000000c"
 HISTORY, OWN, OTHER, SECOND = "11" * 8, "aaaaaaaa", "bbbbbbbb", "dddddddd"
@@ -400,8 +401,7 @@ def test_a_node_that_is_away_counts_once_however_many_workers_it_has() -> None:
         "0.0 register n1:4 n2:4\n0.1 submit demo f=0 min_nodes=1\n0.5 ready n1 n2\n"
         "1.0 silent n1 n2\n1.0 close n1 n2\n"
     )
-    job = player.state.job
-    assert job is not None
+    job = player.job
     assert len(job.current.processes()) == 8
     assert not adoption._may_go_on(player.state, job, [NodeName(f"n{n}") for n in (3, 4, 5)])
     assert adoption._may_go_on(player.state, job, [NodeName(f"n{n}") for n in (3, 4)])

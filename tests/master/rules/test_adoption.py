@@ -17,8 +17,9 @@ from oobleck.core.routes import Hold
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto.types import Assignment
 from support import loops
-from support.fake_agent import DEADLINE_S, FakeAgent, MasterProcess, operator, told
-from support.scenario import job_spec, record
+from support.agent import FakeAgent, told
+from support.jobs import job_spec, record
+from support.masters import DEADLINE_S, MasterProcess, operator
 
 JOB = (
     "name: demo\nmodel: {kind: gpt, layers: 6, hidden: 32, heads: 2, sequence_length: 16}\n"

@@ -15,21 +15,20 @@ from oobleck.host.detection import Detection
 from oobleck.master.api import operator_service
 from oobleck.master.api.agent_service import ControlService
 from oobleck.master.api.view import node_info
-from oobleck.master.config import MasterConfig
 from oobleck.master.events.nodes import NodeCleared, NodeDrained, NodeDrainRequested, NodeHeld
-from oobleck.master.loop import Master
 from oobleck.master.planning.requests import NextPlanRequest, PlanReply, PlanRequest, StillPlanning
 from oobleck.master.planning.solve import AtOnce, work_out
 from oobleck.master.rules.decision import Context
 from oobleck.master.rules.draining import finish
 from oobleck.master.rules.questions import is_undecided
 from oobleck.master.state.reducer.apply import apply
-from oobleck.master.storage.journal import Journal
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto import control_pb2_grpc as rpc
-from support.crowd import connected, run, started, state_of
-from support.fake_agent import FakeAgent, operator, told
-from support.scenario import Player, job_spec, record
+from support import loops
+from support.agent import FakeAgent, connected, started, told
+from support.jobs import job_spec, record
+from support.masters import operator, running, state_of
+from support.scenario import Player
 
 START = """
 0.0 register n1 n2
@@ -74,20 +73,16 @@ class Slow:
 @asynccontextmanager
 async def serving(state_dir: Path, planner: Slow) -> AsyncIterator[str]:
     timing = replace(Detection(), heartbeat_s=0.2, join_settle_s=0.2)
-    config = MasterConfig(listen="127.0.0.1:0", state_dir=state_dir, timing=timing)
-    master = Master(config, Journal(state_dir / "journal.log"), planner=planner)
-    server = grpc.aio.server()
-    rpc.add_ControlServicer_to_server(ControlService(master), server)
-    rpc.add_OperatorServicer_to_server(operator_service.OperatorService(master), server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    running = asyncio.create_task(master.run())
-    try:
-        yield f"127.0.0.1:{port}"
-    finally:
-        running.cancel()
-        master.close()
-        await server.stop(grace=0.1)
+    async with running(state_dir, timing=timing, planner=planner) as master:
+        server = grpc.aio.server()
+        rpc.add_ControlServicer_to_server(ControlService(master), server)
+        rpc.add_OperatorServicer_to_server(operator_service.OperatorService(master), server)
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        try:
+            yield f"127.0.0.1:{port}"
+        finally:
+            await server.stop(grace=0.1)
 
 
 async def trained(agents: list[FakeAgent], control: rpc.OperatorStub) -> None:
@@ -122,7 +117,7 @@ def test_the_answer_waits_for_what_the_planner_says(
             again = await control.DrainNode(pb.DrainNodeRequest(request_id="e", node="n2"))
             assert again.reason == info.reason
 
-    run(play())
+    loops.run(play(), limit_s=480)
 
 
 def test_an_answer_does_not_wait_for_a_plan_that_takes_long(
@@ -140,7 +135,7 @@ def test_an_answer_does_not_wait_for_a_plan_that_takes_long(
             info = await control.DrainNode(pb.DrainNodeRequest(request_id="d", node="n2"))
             assert (info.state, info.reason) == ("draining", "an operator wants it so")
 
-    run(play())
+    loops.run(play(), limit_s=480)
 
 
 def info_of(player: Player, name: str) -> pb.NodeInfo:

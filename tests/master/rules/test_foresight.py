@@ -44,8 +44,7 @@ def test_a_loss_asks_for_what_was_foreseen(lost: str, monkeypatch: pytest.Monkey
     assert look(foresight, player, 2.0) is foreseen, "the first signs of a loss change nothing"
     player.play(f"2.0 close {lost}\n20.0 look\n")
     assert look(foresight, player, 20.0) == (), "they are of a plan that is left"
-    job = player.state.job
-    assert job is not None
+    job = player.job
     assert lost not in job.current.members
     assert asked[0] == foreseen[int(lost[1:]) - 1]
 

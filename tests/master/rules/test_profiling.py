@@ -17,8 +17,10 @@ from oobleck.master.storage.ledger import read_profiles
 from oobleck.planner.profile.estimate import estimate_profile
 from oobleck.proto import control_pb2 as pb
 from support import loops
-from support.fake_agent import FakeAgent, MasterProcess, master, operator
-from support.scenario import job_spec, measurement
+from support.agent import FakeAgent
+from support.jobs import job_spec
+from support.masters import MasterProcess, master, operator
+from support.scenario import measurement
 
 SPEC = job_spec("demo", measure=1)
 PROFILE = format_profile(estimate_profile(SPEC, gpus_per_node=1, memory_per_worker_bytes=1 << 30))
@@ -29,10 +31,10 @@ async def all_of(agents: list[FakeAgent], condition: Callable[[FakeAgent], objec
 
 
 def answer(agent: FakeAgent, *, link: bool) -> None:
-    agent.report(Measured(attempt=1, measurement=measurement(0.25)))
+    agent.send_report(Measured(attempt=1, measurement=measurement(0.25)))
     if link:
         wire = LinkMeasurement(scope="inter_node", latency_s=1e-4, bytes_per_s=1e9)
-        agent.report(LinkMeasured(attempt=1, scope="inter_node", link=wire))
+        agent.send_report(LinkMeasured(attempt=1, scope="inter_node", link=wire))
 
 
 def test_a_master_that_dies_while_the_model_is_measured_goes_on_with_it(tmp_path: Path) -> None:
@@ -102,7 +104,7 @@ def test_a_measurement_that_lacks_a_worker_is_for_its_job_alone(tmp_path: Path) 
                 await all_of(agents, lambda a: a.assignments[-1].measure is not None)
                 for number, agent in enumerate(agents[:3]):
                     answer(agent, link=number == 0)
-                agents[3].report(Measured(attempt=1, measurement=None, problem="too warm"))
+                agents[3].send_report(Measured(attempt=1, measurement=None, problem="too warm"))
                 await all_of(agents, lambda a: a.planned == 1)
                 reply = await control.GetProfile(pb.JobRequest(job_id=job_id))
                 assert reply.key == ""

@@ -1,6 +1,5 @@
 """Nodes that are long gone and jobs that ended long ago are forgotten; what is on disk is not."""
 
-import asyncio
 import re
 from pathlib import Path
 
@@ -9,7 +8,7 @@ import pytest
 from oobleck.core.ids import NodeName
 from oobleck.host.detection import Detection
 from oobleck.master.__main__ import choose_retention
-from oobleck.master.config import MasterConfig, Retention
+from oobleck.master.config import Retention
 from oobleck.master.events.nodes import NodeForgotten, NodeLost, NodeRegistered
 from oobleck.master.loop import Master
 from oobleck.master.planning.requests import PlanReply, PlanRequest, StillPlanning
@@ -18,32 +17,20 @@ from oobleck.master.rules.decision import Decision
 from oobleck.master.rules.reconcile import reconcile
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.reducer.apply import apply
-from oobleck.master.storage.journal import Journal
 from support import loops
-from support.scenario import Player, facts_of, job_spec
-
-LIMIT_S = 60.0
+from support.agent import facts
+from support.jobs import job_spec
+from support.masters import running
+from support.scenario import Player
 
 
 async def run(state_dir: Path, jobs: range, keep: int) -> Master:
     """A master on that directory, which these jobs were submitted to and cancelled."""
-    config = MasterConfig(
-        listen="127.0.0.1:0",
-        state_dir=state_dir,
-        timing=Detection(),
-        retention=Retention(ended_jobs=keep),
-    )
-    master = Master(config, Journal(state_dir / "journal.log"))
-    running = asyncio.create_task(master.run())
-    try:
-        async with asyncio.timeout(LIMIT_S):
-            for number in jobs:
-                job_id = await master.requests.submit(f"request {number}", job_spec("demo"))
-                assert job_id == f"demo-{number}"
-                await master.requests.cancel(f"cancel {number}", job_id)
-    finally:
-        running.cancel()
-        master.close()
+    async with running(state_dir, retention=Retention(ended_jobs=keep)) as master:
+        for number in jobs:
+            job_id = await master.requests.submit(f"request {number}", job_spec("demo"))
+            assert job_id == f"demo-{number}"
+            await master.requests.cancel(f"cancel {number}", job_id)
     return master
 
 
@@ -62,7 +49,7 @@ def test_the_last_jobs_that_ended_are_known_and_all_files_stay(tmp_path: Path) -
 
 def test_a_lost_node_is_known_for_as_long_as_was_asked_for() -> None:
     state = ClusterState()
-    apply(state, NodeRegistered(facts=facts_of("n1", 1, 1, "2.13.0")), now=0.0, unix=0.0)
+    apply(state, NodeRegistered(facts=facts("n1")), now=0.0, unix=0.0)
     lost = NodeLost(
         node=NodeName("n1"),
         incarnation=state.nodes[NodeName("n1")].facts.incarnation,

@@ -32,8 +32,7 @@ class Story:
         self.now += 1.0
 
     def enter(self) -> None:
-        job = self.player.state.job
-        assert job is not None
+        job = self.player.job
         self.step += 1
         self.play(f"enter {job.current.generation} {NAMES}")
         self.play(f"steps {self.step} {self.step} {job.current.generation}")

@@ -15,13 +15,10 @@ START = """
 def test_a_report_that_waited_for_a_session_sets_progress_not_back() -> None:
     player = Player()
     player.play(START + "20.0 steps 1 900 1\n")
-    job = player.state.job
-    assert job is not None
     told = PhaseReached(generation=Generation(1), phase="transferred", seconds_ago=299.0)
     player.now = 20.5
-    player._phase(job.id, WorkerId(NodeName("n4"), 0), told)
-    job = player.state.job
-    assert job is not None
+    player.report(WorkerId(NodeName("n4"), 0), told)
+    job = player.job
     assert job.seen.progressed_at == 20.0
     player.play("21.0 look\n")
     assert job.current.generation == 1, "nobody is made to meet again"
@@ -30,12 +27,9 @@ def test_a_report_that_waited_for_a_session_sets_progress_not_back() -> None:
 def test_a_phase_was_when_its_worker_told_of_it() -> None:
     player = Player()
     player.play(START)
-    job = player.state.job
-    assert job is not None
     player.now = 2.0
     told = PhaseReached(generation=Generation(1), phase="transferred", seconds_ago=0.5)
-    player._phase(job.id, WorkerId(NodeName("n4"), 0), told)
-    job = player.state.job
-    assert job is not None
+    player.report(WorkerId(NodeName("n4"), 0), told)
+    job = player.job
     assert job.seen.timeline is not None
     assert job.seen.timeline.transferred_at == 1.5

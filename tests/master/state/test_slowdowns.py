@@ -21,7 +21,8 @@ from oobleck.master.state.incident import MOST_KEPT
 from oobleck.master.state.job import Job
 from oobleck.master.state.reducer.apply import apply
 from oobleck.master.storage.event_lines import lines_of
-from support.scenario import Player, copied, facts_of
+from support.agent import facts
+from support.scenario import Player, copied
 
 DEMO, N1, N2 = JobId("demo-1"), NodeName("n1"), NodeName("n2")
 N1_0, N2_0 = WorkerId(N1, 0), WorkerId(N2, 0)
@@ -91,7 +92,7 @@ def node_lost(state: ClusterState, worker: WorkerId) -> NodeLost:
 
 
 def another_agent(state: ClusterState, worker: WorkerId) -> NodeRegistered:
-    return NodeRegistered(facts=facts_of(worker.node, life=99, slots=1))
+    return NodeRegistered(facts=facts(worker.node))
 
 
 def worker_lost(state: ClusterState, worker: WorkerId) -> WorkerLost:

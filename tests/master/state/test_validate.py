@@ -21,8 +21,9 @@ from oobleck.master.state.node import Desired, Drain
 from oobleck.master.state.pace import StandBy
 from oobleck.master.state.validate import InvariantViolation, validate
 from oobleck.master.storage.journal import Journal
-from support.fake_agent import master
-from support.scenario import Player, copied, job_spec
+from support.jobs import job_spec
+from support.masters import master
+from support.scenario import Player, copied
 from support.waiting import PATIENCE_S
 
 TRAINS = (

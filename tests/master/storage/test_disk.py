@@ -14,8 +14,9 @@ import pytest
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto import control_pb2_grpc as rpc
 from support import loops
-from support.fake_agent import DEADLINE_S, FakeAgent, MasterProcess, master, operator, told
-from support.scenario import record
+from support.agent import FakeAgent, told
+from support.jobs import record
+from support.masters import DEADLINE_S, MasterProcess, master, operator
 
 JOB = (
     "name: demo\nmodel: {kind: gpt, layers: 6, hidden: 32, heads: 2, sequence_length: 16}\n"

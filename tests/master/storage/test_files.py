@@ -26,7 +26,7 @@ from oobleck.master.storage.disk import Storage, StorageFailed
 from oobleck.master.storage.journal import Journal
 from oobleck.master.storage.ledger import Ledger
 from oobleck.master.storage.records import EvaluationLog, EventLog, MetricsLog, read_steps
-from support.scenario import job_spec, record
+from support.jobs import job_spec, record
 
 JOB = JobId("demo-1")
 

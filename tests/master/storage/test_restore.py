@@ -12,9 +12,9 @@ from oobleck.cli.cluster.authority import make_authority
 from oobleck.host.ipc.endpoint import Endpoint
 from oobleck.host.security.credentials import read_credentials
 from support import commands
-from support.crowd import job_text
-from support.fake_agent import master
 from support.forked import run_forked
+from support.jobs import job_text
+from support.masters import master
 
 
 def refused(*arguments: str | Path) -> str:

@@ -53,8 +53,8 @@ from oobleck.worker.checkpoint.writer import CheckpointWriter, Order
 from oobleck.worker.state.layout import layout, pack, unpack
 from oobleck.worker.state.model_state import ModelState
 from support.exports import snapshots
+from support.jobs import recorded
 from support.plans import plan_of_cuts
-from support.recorded import recorded
 from support.waiting import until
 
 A, B = (WorkerId(NodeName(name), 0) for name in "ab")

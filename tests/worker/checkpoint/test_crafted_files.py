@@ -47,7 +47,7 @@ from oobleck.worker.data.dataset import Corpus
 from oobleck.worker.runtime.records import describe_file, read_lines
 from oobleck.worker.state.layout import layout, pack, unpack
 from support.families import family_model
-from support.recorded import recorded
+from support.jobs import recorded
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -15,7 +15,7 @@ from oobleck.worker.checkpoint.snapshots import SLOT_BYTES, Ring, Snapshots
 from oobleck.worker.checkpoint.writer import CheckpointWriter, Order
 from oobleck.worker.state.layout import layout, unpack
 from oobleck.worker.state.model_state import ModelState
-from support.recorded import recorded
+from support.jobs import recorded
 from support.waiting import until
 
 CPU = torch.device("cpu")

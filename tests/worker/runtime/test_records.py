@@ -6,8 +6,7 @@ import pytest
 
 from oobleck.core.checkpoint import MOST_RECORDS, InvalidCheckpoint
 from oobleck.worker.runtime.records import RecordLog, Records, describe_file, read_lines
-from support.recorded import evaluation, recorded
-from support.scenario import record
+from support.jobs import evaluation, record, recorded
 
 
 def steps(log: RecordLog, step: int) -> tuple[list[int], list[int]]:

@@ -7,7 +7,7 @@ import socket
 import struct
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import pytest
 import torch
@@ -25,12 +25,55 @@ from oobleck.worker.transport.links.wire import HEADER, Kind, SealedWire, bytes_
 from oobleck.worker.transport.meeting import epoch_of
 from support import diverted
 from support.director import Director, WarmWorkers, make_plan, worker_named
+from support.diverted import TAP, calls_diverted
 from support.folders import TEXT
 from support.meeting import SECRET, Party
 from support.network import Host
+from support.proxy import Passes, Proxy
 from support.reference import train_reference
-from support.tapped import Changes, Heard, tapped
 from support.waiting import until
+
+
+class Heard:
+    """All that went over tapped connections; passes it on as it is. A `Passes`."""
+
+    def __init__(self) -> None:
+        self.all = bytearray()
+        #: By whether it came from who called.
+        self.by_way: Mapping[bool, bytearray] = {True: bytearray(), False: bytearray()}
+
+    def __call__(self, outward: bool, at: int, data: bytes) -> bytes:
+        self.all += data
+        self.by_way[outward].extend(data)
+        return data
+
+
+class Changes:
+    """Changes one byte of one direction, once. A `Passes`."""
+
+    def __init__(self, outward: bool, at: int, by: int = 0x10) -> None:
+        self._outward, self._at, self._by = outward, at, by
+        self.done = False
+
+    def __call__(self, outward: bool, at: int, data: bytes) -> bytes:
+        within = self._at - at
+        if self.done or outward != self._outward or not 0 <= within < len(data):
+            return data
+        self.done = True
+        return data[:within] + bytes([data[within] ^ self._by]) + data[within + 1 :]
+
+
+@contextlib.contextmanager
+def tapped(*cards: Card, passes: Passes) -> Iterator[None]:
+    """Whoever's calls are diverted, as this process's are meanwhile, and calls one of these comes
+    by way of `passes`."""
+    with contextlib.ExitStack() as stack:
+        for card in cards:
+            target = f"{card.host}:{card.port}"
+            stack.enter_context(Proxy(target, at=(TAP, card.port), passes=passes))
+        stack.enter_context(calls_diverted())
+        yield
+
 
 #: ETH_P_ALL of Linux.
 _ALL_PROTOCOLS = 3

@@ -19,8 +19,8 @@ from oobleck.agent.events import (
 )
 from oobleck.agent.reconcile import decide
 from oobleck.agent.state import NodeState
-from oobleck.core.ids import Generation, Incarnation, JobId, NodeName
-from oobleck.core.messages import Alive, Assign, FaultRule, Ready, Rendezvous, StepRecord
+from oobleck.core.ids import Incarnation, JobId, NodeName
+from oobleck.core.messages import Alive, Assign, FaultRule, Ready, Rendezvous
 from oobleck.proto.types import Assignment
 from support.scripted_master import job, plan
 
@@ -111,16 +111,3 @@ class Node:
         self.after(ForkAsked(slot=0, incarnation=A), WorkerForked(incarnation=A, pid=100))
         self.after(WorkerSaid(incarnation=A, message=Ready(pid=100, card="127.0.0.1:1")))
         return self
-
-
-def record(step: int, *, step_seconds: float = 0.1, generation: int = 1) -> StepRecord:
-    return StepRecord(
-        step=step,
-        loss=1.0,
-        grad_norm=1.0,
-        tokens=64,
-        samples_digest="0" * 64,
-        generation=Generation(generation),
-        step_seconds=step_seconds,
-        time=0.0,
-    )
