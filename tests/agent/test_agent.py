@@ -9,7 +9,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -48,6 +47,7 @@ from oobleck.proto.protocol import NEWEST, OLDEST
 from oobleck.proto.status import read_status
 from oobleck.proto.types import Head, Hung, WorkerExited
 from support import loops
+from support.commands import start_agent
 from support.folders import SUPPORT
 from support.scripted_master import QUICK, ScriptedMaster, Stream, job, plan
 from support.waiting import PATIENCE_S, all_gone, until
@@ -55,11 +55,7 @@ from support.waiting import PATIENCE_S, all_gone, until
 
 class Agent:
     def __init__(self, master: str, workers: int = 1) -> None:
-        command = [sys.executable, str(SUPPORT / "standin_agent.py"), master, "n1", str(workers)]
-        environment = {**os.environ, "PYTHONPATH": str(SUPPORT.parent)}
-        self.process = subprocess.Popen(
-            command, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True
-        )
+        self.process = start_agent(master, "n1", workers, errors=subprocess.PIPE)
         self.family: set[psutil.Process] = set()
 
     def descendants(self) -> set[psutil.Process]:

@@ -22,8 +22,7 @@ from oobleck.agent.connection.heads import local_address
 from oobleck.agent.gpus import default_memory
 from oobleck.host.gpu.devices import Gpu
 from oobleck.planner.profile.memory import gpu_reserve_bytes
-from support.commands import end, start_master
-from support.folders import SUPPORT
+from support.commands import end, start_agent, start_master
 from support.forked import run_forked
 from support.waiting import PATIENCE_S, all_gone, is_stopped, until
 
@@ -109,7 +108,7 @@ def test_it_keeps_trying_and_says_why_once() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
-        agent = start_agent(address)
+        agent = start_agent(address, "n1", errors=subprocess.PIPE)
         with open_errors(agent) as errors:
             assert "Connection refused" in wait_for_line(errors, "no session")
             time.sleep(2.0)  # for further tries
@@ -172,7 +171,7 @@ def handles(pid: int, signum: signal.Signals) -> bool:
 
 def test_a_frozen_master_is_noticed_and_found_again(tmp_path: Path) -> None:
     master, address = start_master(tmp_path)
-    agent = start_agent(address)
+    agent = start_agent(address, "n1", errors=subprocess.PIPE)
     with open_errors(agent) as errors:
         wait_for_line(errors, "session began")
         master.send_signal(signal.SIGSTOP)
@@ -184,16 +183,6 @@ def test_a_frozen_master_is_noticed_and_found_again(tmp_path: Path) -> None:
         agent.send_signal(signal.SIGTERM)
         assert agent.wait(PATIENCE_S) == 0
     end(master)
-
-
-def start_agent(address: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, str(SUPPORT / "standin_agent.py"), address, "n1", "1"],
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(SUPPORT.parent)},
-        start_new_session=True,
-    )
 
 
 def open_errors(process: subprocess.Popen[str]) -> IO[str]:

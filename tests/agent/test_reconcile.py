@@ -49,7 +49,6 @@ from oobleck.core.messages import (
     CheckpointSaved,
     Committed,
     Evaluated,
-    EvaluationRecord,
     Failed,
     FaultRule,
     Measure,
@@ -60,7 +59,7 @@ from oobleck.core.messages import (
 )
 from oobleck.proto.types import Assignment
 from support.agent_core import A, B, Node, desired, sent
-from support.jobs import record
+from support.jobs import evaluation, record
 from support.scripted_master import plan
 
 G1 = Generation(1)
@@ -204,14 +203,8 @@ def test_the_last_words_on_checkpoints_are_kept() -> None:
 
 def test_the_last_evaluations_are_kept_for_sessions_to_come() -> None:
     node = Node().with_worker()
-    told = [
-        Evaluated(
-            record=EvaluationRecord(
-                step=step, loss=1.0, samples=8, generation=Generation(1), seconds=0.1, time=1.0
-            )
-        )
-        for step in range(1, KEPT_EVALUATIONS + 3)
-    ]
+    steps = range(1, KEPT_EVALUATIONS + 3)
+    told = [Evaluated(record=evaluation(step)) for step in steps]
     for message in told:
         assert node.after(WorkerSaid(incarnation=A, message=message)) == ()
     assert list(node.state.workers[A].evaluated) == told[2:]

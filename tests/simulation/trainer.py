@@ -24,7 +24,6 @@ from oobleck.core.messages import (
     CheckpointSaved,
     Committed,
     Evaluated,
-    EvaluationRecord,
     Failed,
     Finished,
     FromWorker,
@@ -49,6 +48,7 @@ from oobleck.planner.programs.transfer import plan_transfers
 from oobleck.worker.recovery.rejoin import Agreement, Held, RecoveryState, agree, is_whole
 from oobleck.worker.runtime.errors import Superseded, TransportError, Unreached
 from oobleck.worker.state.progress import Position
+from support.jobs import evaluation, record
 from support.scenario import measurement
 
 if TYPE_CHECKING:
@@ -378,12 +378,12 @@ class Trainer:
         path = f"/saved/{step}" if step else ""
         job = self.job_id if step else ""
         self.say(Restored(generation=generation, step=step, path=path, job=job))
-        self._records = {record.step: record for record in beside}
+        self._records = {known.step: known for known in beside}
         if beside:
             self.say(Handed(generation=generation, records=beside))
         agent = self.world.agent_of(self)
-        for record in beside:
-            self._ledger.recorded(record.step, generation, agent.process, agent.talks_to)
+        for known in beside:
+            self._ledger.recorded(known.step, generation, agent.process, agent.talks_to)
         self.say(PhaseReached(generation=generation, phase="joined", committed_step=step))
         self.say(PhaseReached(generation=generation, phase="transferred"))
         return True
@@ -474,31 +474,14 @@ class Trainer:
         if self._trained < generation:
             self._trained = generation
             self.world.reached("first step", generation)
-        record = StepRecord(
-            step=step,
-            loss=1.0 / step,
-            grad_norm=1.0,
-            tokens=256,
-            samples_digest=f"{step:064x}",
-            generation=generation,
-            step_seconds=self.world.step_s,
-            time=self.world.unix(self.node),
-        )
-        self._records[step] = record
-        self.say(Committed(record=record))
+        done = record(step, generation, self.world.unix(self.node), self.world.step_s)
+        self._records[step] = done
+        self.say(Committed(record=done))
         agent = self.world.agent_of(self)
         self._ledger.recorded(step, generation, agent.process, agent.talks_to)
 
     def _tell_evaluation(self, step: int, generation: Generation) -> None:
-        record = EvaluationRecord(
-            step=step,
-            loss=1.0,
-            samples=160,
-            generation=generation,
-            seconds=0.1,
-            time=self.world.unix(self.node),
-        )
-        self.say(Evaluated(record=record))
+        self.say(Evaluated(record=evaluation(step, generation, self.world.unix(self.node))))
 
     # ---- to disk
 
@@ -512,7 +495,7 @@ class Trainer:
 
     async def _save(self, assign: Assign, step: int, wish: int) -> None:
         """All writers must outlive it, and the disk must take it."""
-        records = [record for record in self._records.values() if record.step <= step]
+        records = [known for known in self._records.values() if known.step <= step]
         await asyncio.sleep(self.world.draw.uniform(0.1, 0.8))
         if self.world.disk_full:
             failed = SaveFailed(what="checkpoint", step=step, reason="disk full", request=wish)

@@ -71,13 +71,15 @@ def start_master(
     return process, line.split()[-1]
 
 
-def start_agent(master: str, name: str) -> subprocess.Popen[str]:
-    """The real agent of one worker, which only pretends to train."""
+def start_agent(
+    master: str, name: str, workers: int = 1, *, errors: int = subprocess.DEVNULL
+) -> subprocess.Popen[str]:
+    """Start the real agent, whose workers only pretend to train."""
     here = Path(__file__).parent
     return subprocess.Popen(
-        [sys.executable, str(here / "standin_agent.py"), master, name, "1"],
+        [sys.executable, str(here / "standin_agent.py"), master, name, str(workers)],
         env={**os.environ, "PYTHONPATH": str(here.parent)},
-        stderr=subprocess.DEVNULL,
+        stderr=errors,
         text=True,
         start_new_session=True,
     )

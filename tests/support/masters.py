@@ -28,7 +28,7 @@ PATIENT = DETECTIONS["wan"]
 
 
 class MasterProcess:
-    """`oobleck-master` as a process; `listen`: None for an address that the next one can have."""
+    """`oobleck-master` as a process, at an address that the next one can have too."""
 
     def __init__(
         self,
@@ -39,7 +39,11 @@ class MasterProcess:
     ) -> None:
         self.errors = state_dir.with_name(state_dir.name + ".stderr")
         where = ("--listen", listen or choose_address(), "--state-dir", str(state_dir))
-        self.process = Forked("oobleck-master", *where, *spans, *options, errors=self.errors)
+        self._options = (*where, *spans, *options)
+        self.start()
+
+    def start(self) -> None:
+        self.process = Forked("oobleck-master", *self._options, errors=self.errors)
         line = self.process.stdout.readline()
         if not line.startswith("listening on "):
             self.close()

@@ -6,11 +6,11 @@ import subprocess
 from pathlib import Path
 
 from bench.support.ports import choose_address
-from support.commands import end, run
-from support.forked import Forked
+from support.commands import run
+from support.masters import MasterProcess
 
 
-class Secured:
+class Secured(MasterProcess):
     """A master that wants certificates, on a loopback address all the same unless told another."""
 
     def __init__(self, folder: Path, *options: str, host: str = "127.0.0.1") -> None:
@@ -18,23 +18,12 @@ class Secured:
         self.pki = folder / "state" / "pki"
         assert run("pki", "init", "--dir", str(self.pki), "--name", "10.1.2.3").returncode == 0
         self.operator = self.pki / "operator"
-        self.log = folder / "master.log"
-        self.address = choose_address().replace("127.0.0.1", host)
-        self._options = options
-        self.process = self._start()
-
-    def _start(self) -> Forked:
-        options = ("--listen", self.address, "--state-dir", str(self.folder / "state"))
-        process = Forked("oobleck-master", *options, *self._options, errors=self.log)
-        line = process.stdout.readline()
-        assert line.startswith("listening on "), self.log.read_text()
-        self.address = line.split()[-1]
-        return process
+        address = choose_address().replace("127.0.0.1", host)
+        super().__init__(folder / "state", *options, listen=address, spans=())
 
     def restart(self) -> None:
-        self.process.kill()
-        end(self.process)
-        self.process = self._start()
+        self.kill()
+        self.start()
 
     def oobleck(self, *arguments: str, who: Path | None = None) -> subprocess.CompletedProcess[str]:
         shown = ("--credentials", str(who or self.operator))

@@ -13,11 +13,12 @@ from oobleck.agent.connection.outbox import (
 from oobleck.core.checkpoint import folder_name
 from oobleck.core.ids import Generation, Incarnation, JobId
 from oobleck.core.job.spec import CheckpointSpec
-from oobleck.core.messages import CheckpointSaved, PeerLost, PhaseReached, Restored, StepRecord
+from oobleck.core.messages import CheckpointSaved, PeerLost, PhaseReached, Restored
 from oobleck.host.detection import GATHER_WORDS_S
 from oobleck.proto.control_pb2 import AgentMessage
 from oobleck.proto.reports import read_report
 from oobleck.proto.types import NodeStatus, WorkerReport
+from support.jobs import record
 
 
 def saved(path: str) -> WorkerReport:
@@ -128,17 +129,7 @@ def test_the_way_into_a_plan_is_told_with_its_first_step(hold_s: float) -> None:
     outbox.report(reported(PhaseReached(generation=generation, phase="transferred")), 10.0)
     outbox.status(NodeStatus(generation=generation), 10.0, hold_s=hold_s)
     assert outbox.take(10.0) == []
-    record = StepRecord(
-        step=5,
-        loss=1.0,
-        grad_norm=1.0,
-        tokens=256,
-        samples_digest="0",
-        generation=generation,
-        step_seconds=0.1,
-        time=1.0,
-    )
-    outbox.record(JobId("demo-1"), record, 10.1)
+    outbox.record(JobId("demo-1"), record(5, generation), 10.1)
     told = [message.WhichOneof("body") for message in outbox.take(10.1)]
     assert told == ["report", *([] if hold_s else ["records"]), "status"]
 

@@ -309,7 +309,11 @@ def test_nothing_secret_is_in_logs_arguments_or_the_journal(
         assert not any(secret in arguments for secret in secrets), process
     for child in psutil.Process(_.pid).children(recursive=True):
         assert "OOBLECK_JOIN_TOKEN" not in child.environ(), child
-    files = [log, secured.log, *(p for p in (secured.folder / "state").rglob("*") if p.is_file())]
+    files = [
+        log,
+        secured.errors,
+        *(p for p in (secured.folder / "state").rglob("*") if p.is_file()),
+    ]
     for path in files:
         content = path.read_bytes().decode(errors="replace")
         assert not any(secret in content for secret in secrets), path
