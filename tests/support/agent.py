@@ -55,7 +55,7 @@ def facts(name: str, **changes: object) -> NodeFacts:
 
 
 class Agent:
-    """One start of a node's agent: its facts, its status, and the plan that it was told of."""
+    """Agent since its start: its facts, its status, and the plan that it was told of."""
 
     def __init__(self, facts: NodeFacts) -> None:
         self.facts = facts

@@ -1,4 +1,4 @@
-"""One agent's state without a process or a clock: events at times, and what it decides then."""
+"""The real agent's decisions without a process or a clock: a test gives events and times."""
 
 from msgspec.structs import replace
 
@@ -56,14 +56,14 @@ def desired(
 
 
 def sent(generation: int, *, boundary: bool = False) -> SendPlan:
-    """That worker A was handed a plan of that generation."""
+    """Return the action that hands worker A a plan of that generation."""
     assign = desired(generation=generation).assign
     assert assign is not None
     return SendPlan(incarnation=A, assign=replace(assign, boundary=boundary))
 
 
 class Node:
-    """Applies events at times and gives the decisions."""
+    """Node of a real agent's state, which applies events and returns the decisions."""
 
     def __init__(self, slots: int = 1, faults: tuple[FaultRule, ...] = ()) -> None:
         self.state = NodeState(node=NodeName("n1"), slot_count=slots, faults=faults)
@@ -88,7 +88,7 @@ class Node:
         return self.decide()
 
     def _answer(self) -> None:
-        """The workers are alive."""
+        """Answer for the workers that they are alive."""
         for action in self.decide():
             if isinstance(action, AskWorker):
                 self.state.apply(Asked(incarnation=action.incarnation, kernel=""), self.now)
@@ -96,7 +96,7 @@ class Node:
                 self.state.apply(said, self.now)
 
     def _live_until(self, at: float) -> None:
-        """The workers answer on the way there, as long as nothing else is to be done."""
+        """Move the clock to `at`, with the workers' answers, while nothing else is to be done."""
         while self.now < at:
             self._answer()
             wake_at = self.wake_at()
@@ -106,7 +106,7 @@ class Node:
         return decide(self.state, self.now).wake_at
 
     def with_worker(self, job_id: str = "demo-1") -> "Node":
-        """A ready worker of incarnation A in slot 0."""
+        """Put a ready worker of incarnation A into slot 0."""
         self.after(StartWarm(), WarmReady(), Assigned(desired=desired(job_id)))
         self.after(ForkAsked(slot=0, incarnation=A), WorkerForked(incarnation=A, pid=100))
         self.after(WorkerSaid(incarnation=A, message=Ready(pid=100, card="127.0.0.1:1")))

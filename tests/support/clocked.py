@@ -5,7 +5,7 @@ something does it, until nobody can. Messages do not get in each other's way. A 
 when its last owner has come to it; what a worker sums passes its link one after the other.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from oobleck.core.ids import WorkerId
@@ -31,7 +31,6 @@ from oobleck.planner.cost.stages import StageCost, stage_cost
 
 #: Of a vote.
 VOTE_BYTES = 64
-Observer = Callable[[WorkerId, Compute, float, float], None]
 
 
 @dataclass
@@ -64,9 +63,8 @@ class Clocked:
         programs: Mapping[WorkerId, Program],
         profile: Profile,
         plan: Plan,
-        observe: Observer | None,
     ) -> None:
-        self.profile, self.plan, self.observe = profile, plan, observe
+        self.profile, self.plan = profile, plan
         self.workers = {
             worker: Worker(worker, programs[worker], cost_of(stage, profile))
             for pipeline in plan.pipelines
@@ -146,8 +144,6 @@ class Clocked:
             member.clock_s = member.computed_s = begun_s + taken_s
             member.busy_s += taken_s
             member.position += 1
-            if self.observe is not None:
-                self.observe(member.id, step, begun_s, member.clock_s)
         return True
 
     def message_s(self, worker: Worker, step: Message) -> float:
@@ -217,8 +213,7 @@ def run_clocked(
     profile: Profile,
     *,
     plan: Plan,
-    observe: Observer | None = None,
 ) -> Step:
-    """Raises AssertionError where the programs wait for ever; see
+    """Return what a step takes. Raises AssertionError where the programs wait for ever; see
     `oobleck.planner.programs.compiler.proof` for who waits for what."""
-    return Clocked(programs, profile, plan, observe).run()
+    return Clocked(programs, profile, plan).run()

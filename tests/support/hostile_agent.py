@@ -1,4 +1,4 @@
-"""An agent with a certificate that says whatever it likes: each kind of word, each field at its
+"""Messages of an agent that has a certificate and lies: each kind of message, each field at its
 edges, about its own processes and about others'."""
 
 import string
@@ -116,8 +116,8 @@ _HAPPENINGS = st.one_of(
 def words(
     job_id: JobId, processes: tuple[Incarnation, ...], ends: bool = True
 ) -> st.SearchStrategy[Incoming]:
-    """Messages about the job. `processes`: incarnations that the agent knows, its own and, though
-    no agent hears of them, others'. `ends`: also that its own processes end or fail."""
+    """Draw messages about the job. `processes`: incarnations that the agent knows, its own and,
+    though no agent hears of them, others'. `ends`: also that its own processes end or fail."""
     known = st.sampled_from((*processes, Incarnation("0" * 16)))
     slots = st.sampled_from((0, 1))
     workers = st.builds(
@@ -172,7 +172,7 @@ _EDGES: Mapping[type, Sequence[object]] = {
 
 
 def ends(generation: Generation) -> list[Any]:
-    """How its own processes may end, or say that they cannot go on."""
+    """Return the ways in which its own processes may end, or say that they cannot go on."""
     return [
         WorkerExited(pid=2, exit_code=None, signal=9),
         Hung(reason="nothing comes of it", seconds=60.0),
@@ -184,8 +184,8 @@ def ends(generation: Generation) -> list[Any]:
 def at_edges(
     job_id: JobId, process: Incarnation, generation: Generation, step: int
 ) -> Iterator[Incoming]:
-    """Each message that the true word of a process could be in that step, with another loss, and
-    each of its fields in turn at each edge."""
+    """Yield each message that a process could truthfully send in that step, with another loss, and
+    then with each of its fields in turn at each edge."""
     true = StepRecord(
         step=step,
         loss=9.0,

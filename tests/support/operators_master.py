@@ -1,4 +1,4 @@
-"""A master of which operators' commands get just the answers that a test gives."""
+"""A double of a master for operators' commands: it gives the answers that a test gives it."""
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,9 +15,9 @@ from oobleck.proto.control_pb2_grpc import OperatorServicer, add_OperatorService
 def answering(
     listen: str | None = None, *, at_once: int = 2, **answers: Callable[[Any], Any]
 ) -> Iterator[str]:
-    """Yields its address. `listen`: None for one that the next can have too; `answers`: by the
-    call's name; to all others the master is away. `at_once`: calls that are answered at a time; a
-    stream is one while it lasts."""
+    """Yield its address. `listen`: None for one that the next can have too; `answers`: by the
+    call's name; all other calls fail as UNAVAILABLE. `at_once`: calls that are answered at a time;
+    a stream is one while it lasts."""
 
     class Service(OperatorServicer):
         pass

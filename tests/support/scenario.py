@@ -1,4 +1,4 @@
-"""Plays a transcript against the master's pure core and writes down what it decides.
+"""The player of transcripts, against the decisions of the master alone.
 
 A transcript is a text: `TIME COMMAND` lines say what happens, `>` lines what is decided (with the
 time in front where it was decided later than the command, at a wake-up), `=` lines what the
@@ -123,7 +123,7 @@ TIMING = Detection(lease_s=5.0, hang_s=20.0, stall_s=30.0)
 
 
 def measurement(forward_s: float) -> Measurement:
-    """All layers of `job_spec`'s model take as long; their weights are what they are."""
+    """Return a measurement of `job_spec`'s model in which every layer takes equally long."""
     layers = estimate_profile(
         job_spec("any"), gpus_per_node=1, memory_per_worker_bytes=1 << 30
     ).layers
@@ -145,7 +145,7 @@ def measurement(forward_s: float) -> Measurement:
 
 
 def check_desired(state: ClusterState, now: float, unix: float) -> None:
-    """An event is followed for the nodes that it changes something for: so no other lacks it."""
+    """Check that the last event was followed for every node whose assignment it changes."""
     before = {name: (node.desired, node.seen.assigned_at) for name, node in state.nodes.items()}
     follow(state, MasterStarted(start="00000001"), now, unix)
     after = {name: (node.desired, node.seen.assigned_at) for name, node in state.nodes.items()}
@@ -250,7 +250,7 @@ class Player:
 
     @property
     def job(self) -> Job:
-        """Job that trains, or is to."""
+        """Active job."""
         job = self.state.job
         assert job is not None
         return job
@@ -282,7 +282,7 @@ class Player:
     # ---- commands
 
     def do_forget_after(self, seconds: str) -> None:
-        """Lost nodes, from now on; each second of an agent's lease is played."""
+        """Forget lost nodes after so long, from now on."""
         self.retention = Retention(node_s=float(seconds))
 
     def do_submit(self, name: str, *options: str) -> None:
@@ -302,7 +302,7 @@ class Player:
         self._journal(JobCancelRequested(job_id=JobId(job_id), request_id="cancel"))
 
     def do_register(self, *names: str) -> None:
-        """New agents; NAME:SLOTS for more than one worker, NAME@VERSION for one of torch, NAME^N
+        """Start agents; NAME:SLOTS for more than one worker, NAME@VERSION for one of torch, NAME^N
         for engine N, NAME/cuda for one with GPUs."""
         for word in names:
             rest, _, device = word.partition("/")
@@ -327,7 +327,7 @@ class Player:
                 self.rivals[name] = agent
 
     def do_retry(self, name: str) -> None:
-        """The agent that was refused tries again."""
+        """Have the agent that was refused try again."""
         if self._admit(self.rivals[name]):
             self.agents[name] = self.rivals[name]
 
@@ -393,7 +393,7 @@ class Player:
             self.agents[name].silent = True
 
     def do_ready(self, *names: str) -> None:
-        """Fresh workers are up in every slot, for the job that the node is assigned to."""
+        """Start workers in every slot, for the job that the node is assigned to; they are up."""
         for name in names:
             agent = self.agents[name]
             job_id = self.state.nodes[NodeName(name)].desired.job_id
@@ -403,7 +403,7 @@ class Player:
             self._tell(agent)
 
     def do_starts(self, *names: str) -> None:
-        """As `ready`, but the workers are not up yet."""
+        """Start workers as `ready` does; they are not up yet."""
         for name in names:
             self.do_ready(name)
             for worker in self.agents[name].status.workers:
@@ -411,11 +411,11 @@ class Player:
             self._tell(self.agents[name])
 
     def do_data(self, name: str, data: str) -> None:
-        """What the node's next workers read."""
+        """Set the data that the node's next workers read."""
         self.agents[name].data = data
 
     def do_bare(self, *names: str) -> None:
-        """The agents have ended their workers."""
+        """Have the agents end their workers."""
         for name in names:
             self.agents[name].status = NodeStatus(leaving=self.agents[name].status.leaving)
             self._tell(self.agents[name])
@@ -441,7 +441,7 @@ class Player:
         self._observe(StatusReceived(node=agent.facts.node, status=agent.status))
 
     def do_enter(self, generation: str, *names: str) -> None:
-        """Their workers report all phases into the generation."""
+        """Report all phases of the workers on their way into the generation."""
         for phase in ("aborted", "joined", "transferred"):
             self.do_phase(phase, generation, *names)
         for name in names:
@@ -470,7 +470,7 @@ class Player:
             self.report(WorkerId(NodeName(name), 0), reached)
 
     def do_received(self, generation: str, layers: str, name: str) -> None:
-        """Its worker holds these layers, as `0-2,5`, on the way into the generation."""
+        """Report layers that the worker holds on its way into the generation, as `0-2,5`."""
         spans = [[int(end) for end in span.split("-")] for span in layers.split(",")]
         reached = PhaseReached(
             generation=Generation(int(generation)),
@@ -480,7 +480,7 @@ class Player:
         self.report(WorkerId(NodeName(name), 0), reached)
 
     def do_joined(self, generation: str, step: str, *names: str) -> None:
-        """Their workers have met and agreed on the step."""
+        """Report that the workers have met and agreed on the step."""
         for name in names:
             number = Generation(int(generation))
             reached = PhaseReached(generation=number, phase="joined", committed_step=int(step))
@@ -496,11 +496,11 @@ class Player:
         self._observe(RecordsReceived(job_id=self.job.id, records=records))
 
     def do_behind_gap(self, waiting: str) -> None:
-        """Records wait for those of steps before: `yes`, or `no` longer."""
+        """Say whether records wait for those of earlier steps: `yes`, or `no` longer."""
         self._observe(RecordsWait(job_id=self.job.id, waiting=waiting == "yes"))
 
     def do_stepped(self, generation: str, *names: str) -> None:
-        """Statuses say that their workers have committed a step in the generation."""
+        """Tell in statuses that the workers have committed a step in the generation."""
         for name in names:
             agent = self.agents[name]
             for worker in agent.status.workers:
@@ -509,9 +509,9 @@ class Player:
             self._tell(agent)
 
     def do_compute(self, seconds: str, steps: str, *paces: str) -> None:
-        """For so many seconds all workers of the plan train so many steps in each, in the time that
-        the profile says; N1/0=2: in twice that, N1/0=nothing: it tells of none, 0-3=1.5: the
-        profile is wrong about these layers."""
+        """Train so many steps in each of so many seconds, each in the time that the profile says;
+        N1/0=2: in twice that, N1/0=nothing: without a word of it, 0-3=1.5: the profile is wrong
+        about these layers."""
         job = self.job
         made = job.current.made
         assert made is not None
@@ -527,7 +527,7 @@ class Player:
             self._settle(f"{self.now:.2f} ")
 
     def _computed(self, worker: WorkerId, steps: int, step_s: float, pace: str) -> None:
-        """The worker's agent tells of so many steps more in the newest generation."""
+        """Tell of so many steps more of the worker in the newest generation."""
         agent, generation = self.agents[worker.node], self.job.current.generation
         known = agent.status.worker(worker.slot)
         if known is None or agent.silent:
@@ -546,7 +546,7 @@ class Player:
         self._tell(agent)
 
     def do_alone(self, attempt: str, *paces: str) -> None:
-        """Workers that stand by have measured; N1/0=2: in twice the time that the profile says."""
+        """Report what workers that stand by have measured; N1/0=2: twice the profile's times."""
         job = self.job
         members = [self.state.nodes[name] for name in job.current.members]
         layers = profile_on(job.spec, Machines.of(job, members)).layers
@@ -573,7 +573,7 @@ class Player:
         self._observe(EvaluationReceived(job_id=self.job.id, record=found))
 
     def do_unreached(self, generation: str, peer: str, *workers: str) -> None:
-        """None of the workers finds a way to the peers (a/0,b/0), or to the host: HOST."""
+        """Report that no worker reaches the peers (a/0,b/0), or the host: HOST."""
         for worker in workers:
             self._peer_lost(worker, generation, peer)
 
@@ -581,7 +581,7 @@ class Player:
         self._peer_lost(worker, generation, "")
 
     def do_short_of_memory(self, worker: str, generation: str) -> None:
-        """It leaves the others for that, and meets them again."""
+        """Report that the worker left the others for lack of memory, to meet them again."""
         self._peer_lost(worker, generation, "", left=f"{worker} was out of memory")
 
     def _peer_lost(self, worker: str, generation: str, unreached: str, *, left: str = "") -> None:
@@ -609,11 +609,11 @@ class Player:
         return told.incarnation if told is not None else Incarnation("none")
 
     def do_exit(self, worker: str) -> None:
-        """The agent reports that the process was killed; what its status says is of before."""
+        """Report that the process was killed; the agent's status still lists it."""
         self._exit(worker, exit_code=None, signum=9)
 
     def do_empty(self, worker: str) -> None:
-        """The agent does not have it any more, and no other one in its place."""
+        """Tell in a status that the slot is empty."""
         at = worker_id(worker)
         agent = self.agents[at.node]
         left = tuple(w for w in agent.status.workers if w.slot != at.slot)
@@ -621,7 +621,7 @@ class Player:
         self._tell(agent)
 
     def do_fork(self, *workers: str) -> None:
-        """Other processes are in their places, not up yet."""
+        """Put new processes into their slots; they are not up yet."""
         for worker in workers:
             at = worker_id(worker)
             self._fresh(self.agents[at.node], at.slot)
@@ -629,7 +629,7 @@ class Player:
             self._tell(self.agents[at.node])
 
     def do_up(self, *workers: str) -> None:
-        """The processes are."""
+        """Tell that the processes in the slots are up."""
         for worker in workers:
             at = worker_id(worker)
             agent = self.agents[at.node]
@@ -637,7 +637,7 @@ class Player:
             self._tell(agent)
 
     def do_broken(self, worker: str) -> None:
-        """The agent reports that the process has ended by itself."""
+        """Report that the process has ended by itself."""
         self._exit(worker, exit_code=1, signum=None)
 
     def _exit(self, worker: str, exit_code: int | None, signum: int | None) -> None:
@@ -650,12 +650,12 @@ class Player:
         self.report(at, exited)
 
     def do_hang(self, worker: str, seconds: str) -> None:
-        """Its agent has killed it, since it hangs; the process is still there."""
+        """Report that the agent has killed it for a hang; the process is still there."""
         hung = Hung(reason="its training thread hangs (forward)", seconds=float(seconds))
         self.report(worker_id(worker), hung)
 
     def do_at(self, worker: str, beats: str, doing: str, waiting: str = "") -> None:
-        """N1/0 7 forward; N1/0 8 vote waiting: what its training thread is at."""
+        """Tell the state of its training thread: N1/0 7 forward, or N1/0 8 vote waiting."""
         at = worker_id(worker)
         agent = self.agents[at.node]
         agent.worker(at.slot, beats=int(beats), doing=doing, waiting=bool(waiting))
@@ -667,7 +667,7 @@ class Player:
         self._tell(self.agents[at.node])
 
     def do_swap(self, worker: str) -> None:
-        """Another process is in the slot, and the agent has nobody to tell."""
+        """Put another process into the slot while the agent has no session to tell it."""
         at = worker_id(worker)
         before = self.agents[at.node].status.worker(at.slot)
         assert before is not None
@@ -675,7 +675,7 @@ class Player:
         self._fresh(self.agents[at.node], at.slot)
 
     def do_swapped(self, worker: str) -> None:
-        """The agent tells how the process ended that it swapped."""
+        """Report the end of the process that was swapped."""
         at = worker_id(worker)
         before = self.swapped[at]
         exited = WorkerExited(pid=before.pid, exit_code=None, signal=9, log_tail="last words")
@@ -685,7 +685,7 @@ class Player:
         self.report(worker_id(worker), Failed(kind=kind, message=message))  # type: ignore[arg-type]
 
     def do_stale(self, worker: str, what: str, *words: str) -> None:
-        """The command `what`, as told by the process that was in the slot before this one."""
+        """Run the command `what` for the process that was in the slot before this one."""
         at = worker_id(worker)
         agent = self.agents[at.node]
         status = agent.status
@@ -694,7 +694,7 @@ class Player:
         agent.status = status
 
     def do_measured(self, *words: str) -> None:
-        """N1/0 N2/0 ATTEMPT: the workers' layers took 0.1 s each; ATTEMPT!: it failed."""
+        """N1/0 N2/0 ATTEMPT: report 0.1 s for each of the workers' layers; ATTEMPT!: a failure."""
         *workers, attempt = words
         failed = attempt.endswith("!")
         for word in workers:
@@ -706,13 +706,13 @@ class Player:
             self.report(worker_id(word), measured)
 
     def do_link(self, worker: str, attempt: str) -> None:
-        """The first worker of a meeting between nodes reports 1 GB/s."""
+        """Report 1 GB/s from the first worker of a meeting between nodes."""
         link = LinkMeasurement(scope="inter_node", latency_s=1e-4, bytes_per_s=1e9)
         measured = LinkMeasured(attempt=int(attempt), scope="inter_node", link=link)
         self.report(worker_id(worker), measured)
 
     def do_stored(self, *keys: str) -> None:
-        """The chosen profile of the first job is stored, under its key; without a word: nothing."""
+        """Store the chosen profiles of these jobs, under their keys; no job: none."""
         self.profiles = {}
         for job_id in keys:
             chosen = self.state.jobs[JobId(job_id)].profiling.chosen
@@ -722,7 +722,7 @@ class Player:
         self._observe(ProfilesFound(profiles=self.profiles))
 
     def do_stored_of(self, job_id: str, *changes: str) -> None:
-        """JOB layers=3 microbatch=4 gpus_per_node=2 several=1: its stored profile with changes."""
+        """Store JOB's profile with changes: JOB layers=3 microbatch=4 gpus_per_node=2 several=1."""
         chosen = self.state.jobs[JobId(job_id)].profiling.chosen
         assert chosen is not None
         profile = chosen.profile
@@ -738,14 +738,14 @@ class Player:
         self._observe(ProfilesFound(profiles=self.profiles))
 
     def do_unreadable(self, job_id: str) -> None:
-        """The file of JOB's stored profile cannot be read."""
+        """Make the file of JOB's stored profile unreadable."""
         chosen = self.state.jobs[JobId(job_id)].profiling.chosen
         assert chosen is not None
         self.profiles = {}
         self._observe(ProfilesFound(profiles={}, unusable={chosen.key: "it is not JSON text"}))
 
     def do_checkpoint(self) -> None:
-        """An operator wants one of the active job."""
+        """Request a checkpoint of the active job."""
         job = self.job
         number = job.saves.requested + 1
         request_id = f"save {number}"
@@ -761,8 +761,8 @@ class Player:
         self._report_save(SaveFailed(what=what, step=int(step), reason=reason))  # type: ignore[arg-type]
 
     def do_restored(self, step: str, generation: str, *names: str) -> None:
-        """The workers have loaded the checkpoint of the step, and go on into the generation; of
-        step 0: they begin anew."""
+        """Report that the workers have loaded the step's checkpoint on their way into the
+        generation; step 0: that they begin anew."""
         for name in names:
             path = f"/saved/{step}" if int(step) else ""
             restored = Restored(generation=Generation(int(generation)), step=int(step), path=path)
@@ -779,7 +779,7 @@ class Player:
             self.do_progress(step, generation, name)
 
     def do_progress(self, step: str, generation: str, *names: str) -> None:
-        """A status tells of a committed step."""
+        """Tell of a committed step in statuses."""
         for name in names:
             agent = self.agents[name]
             for worker in agent.status.workers:
@@ -800,7 +800,7 @@ class Player:
             self._tell(self.agents[name])
 
     def do_tear(self, since: str) -> None:
-        """As `restart`, of a journal that lost all from its last event named so on."""
+        """Restart on a journal that lost everything from its last event of that name on."""
         names = [type(event).__name__ for _, event in self.journal]
         last = len(names) - 1 - names[::-1].index(since)
         kept = self.journal[:last]
@@ -811,7 +811,7 @@ class Player:
         self.do_restart()
 
     def do_restart(self) -> None:
-        """A new master process replays the journal; every stream is gone."""
+        """Replay the journal in a new master process; every stream is gone."""
         steps = {job.id: tuple(job.seen.steps.recent) for job in self.state.jobs.values()}
         self.state = self._replayed()
         self._journal(MasterStarted(start="00000001"))
@@ -820,12 +820,12 @@ class Player:
             self._observe(RecordsReceived(job_id=job_id, records=records))
 
     def do_down(self, seconds: str) -> None:
-        """As `restart`, after so long."""
+        """Restart after so many seconds."""
         self.now += float(seconds)
         self.do_restart()
 
     def do_drain(self, name: str, *options: str) -> None:
-        """An operator's wish; `force`."""
+        """Request a drain; `force`."""
         self.lives += 1
         wish = NodeDrainRequested(
             node=NodeName(name),
@@ -842,13 +842,13 @@ class Player:
         self._journal(event)
 
     def do_leave(self, *names: str) -> None:
-        """The agents were told to end."""
+        """Tell that the agents are to end."""
         for name in names:
             self.agents[name].change(leaving=True)
             self._tell(self.agents[name])
 
     def do_end(self, *names: str) -> None:
-        """The agents end at once, and their workers with them, of which none is listed any more."""
+        """Tell that the agents end at once, with their workers, which are no longer listed."""
         for name in names:
             self.agents[name].change(ending=True, workers=())
             self._tell(self.agents[name])
@@ -858,17 +858,17 @@ class Player:
         self._tell(self.agents[name])
 
     def do_sick(self, name: str, *troubles: str) -> None:
-        """NVML says so to the node's agent; nothing: its GPUs are well."""
+        """Tell the troubles that NVML has with the node's GPUs; none: they are well."""
         self.agents[name].change(sick="\n".join(troubles))
         self._tell(self.agents[name])
 
     def do_hindered(self, name: str, why: str) -> None:
-        """NVML says what holds the GPU of the node's first worker back."""
+        """Tell what holds back the GPU of the node's first worker, by NVML."""
         self.agents[name].worker(0, hindrance=why)
         self._tell(self.agents[name])
 
     def do_late(self, seconds: str) -> None:
-        """The master was stopped until now: nothing has been read since the command before."""
+        """Stop the master until now: nothing has been read since the command before."""
         late_s = float(seconds)
         self._observe(Tick(late_s=late_s, cut=late_s >= self.timing.ping_timeout_s))
 
@@ -876,19 +876,19 @@ class Player:
         pass
 
     def do_incidents(self) -> None:
-        """Write down what events.jsonl says of all incidents so far."""
+        """Write down the incidents so far, as events.jsonl has them."""
         for job_id, told in self.event_lines.items():
             for incident in told:
                 if incident["event"] == "incident":
                     self.written += [f"> {line}" for line in incident_text(job_id, incident)]
 
     def do_rates(self) -> None:
-        """Write down who is known to be slow."""
+        """Write down which workers are known to be slow."""
         rates = " ".join(f"{worker}={rate:g}" for worker, rate in sorted(self.job.rates.items()))
         self.written.append(f"> rates: {rates or 'all the same'}")
 
     def do_assigned(self, *names: str) -> None:
-        """Write down what the nodes are to do."""
+        """Write down the assignments of the nodes."""
         for name in names:
             desired = self.state.nodes[NodeName(name)].desired
             plan = f" generation {desired.generation}" if desired.generation else ""
@@ -898,7 +898,7 @@ class Player:
 
 
 def _wrong(factors: Mapping[str, str], layer: int) -> float:
-    """How wrong the profile is about the layer."""
+    """Return the factor by which the profile is wrong about the layer."""
     for name, factor in factors.items():
         first, _, last = name.partition("-")
         if first.isdigit() and int(first) <= layer <= int(last):
@@ -942,7 +942,7 @@ def worker_id(text: str) -> WorkerId:
 
 
 def durable(state: ClusterState) -> ClusterState:
-    """The same without what was only observed; shares all that is mutable."""
+    """Return the state without observations; shares all that is mutable."""
     return replace(
         state,
         profiles={},
@@ -956,7 +956,7 @@ def durable(state: ClusterState) -> ClusterState:
 
 @cache
 def changeable(kind: type) -> tuple[str, ...]:
-    """The attributes of a class that can change; none of one that is frozen or no dataclass."""
+    """Return the attributes of a class that can change; none: it is frozen, or no dataclass."""
     if not is_dataclass(kind) or kind.__dataclass_params__.frozen:  # type: ignore[attr-defined]
         return ()
     return tuple(entry.name for entry in fields(kind))
@@ -967,7 +967,7 @@ FIXED: set[type] = set()
 
 
 def copied(value: Any) -> Any:
-    """A copy of all that can change; what is frozen is shared, which is most of a state."""
+    """Copy all that can change; frozen parts, most of a state, are shared."""
     kind = type(value)
     if kind is dict:
         return {key: item if type(item) in FIXED else copied(item) for key, item in value.items()}
@@ -994,7 +994,7 @@ def drawn(plan: Plan) -> str:
 
 
 def told(event: Journaled) -> str:
-    """One line for a decision."""
+    """Return one line for a decision."""
     name = type(event).__name__
     match event:
         case PlanMade():

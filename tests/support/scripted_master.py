@@ -32,18 +32,18 @@ from support.waiting import PATIENCE_S
 EOF = grpc.aio.EOF  # type: ignore[attr-defined]  # missing in grpc-stubs
 
 
-def job(name: str, *, steps: int = 1000, pause_ms: int = 10) -> JobSpec:
-    """A job for the stand-in worker, which takes its pace from the seed."""
+def job(name: str, *, steps: int = 1000) -> JobSpec:
+    """Return a job for the stand-in worker, which takes its pace from the seed, in ms a step."""
     return JobSpec(
         name=name,
         model=ModelSpec(layers=2, hidden=8, heads=2, sequence_length=8),
         data=DataSpec(text=("/dev/null",)),
-        training=TrainingSpec(steps=steps, global_batch=4, seed=pause_ms),
+        training=TrainingSpec(steps=steps, global_batch=4, seed=10),
     )
 
 
 def plan(generation: int, *nodes: str, slots: int = 1) -> Plan:
-    """One pipeline per node, one stage per slot; the model has as many layers as slots."""
+    """Return a plan of a pipeline per node and a stage per slot, for a model of as many layers."""
     return Plan.of_pipelines(
         [
             Pipeline(
@@ -69,7 +69,7 @@ QUICK = replace(Detection(), heartbeat_s=0.2)
 
 
 class Stream:
-    """One session, from its Register on."""
+    """Session of an agent, from its registration on."""
 
     def __init__(self, context: Any, first: pb.AgentMessage) -> None:
         self._context = context
@@ -123,7 +123,7 @@ class Stream:
             self._news.notify_all()
 
     async def until(self, what: Callable[[pb.AgentMessage], bool]) -> pb.AgentMessage:
-        """The first message (from the registration on) that `what` is true for."""
+        """Return the first message since the registration that `what` is true for."""
         async with asyncio.timeout(PATIENCE_S), self._news:
             while True:
                 for message in self.heard:
@@ -132,7 +132,7 @@ class Stream:
                 await self._news.wait()
 
     async def workers(self, what: Callable[[tuple[Any, ...]], bool]) -> tuple[Any, ...]:
-        """The workers of the first status that `what` is true for."""
+        """Return the workers of the first status that `what` is true for."""
         message = await self.until(
             lambda m: m.HasField("status") and what(read_status(m.status).workers)
         )
@@ -150,6 +150,8 @@ class Stream:
 
 
 class ScriptedMaster(ControlServicer):
+    """Double of a master for a real agent: it answers nothing by itself."""
+
     def __init__(self) -> None:
         #: Sessions that no test has taken yet.
         self.waiting: asyncio.Queue[Stream] = asyncio.Queue()
@@ -180,13 +182,13 @@ class ScriptedMaster(ControlServicer):
         await self._server.stop(None)
 
     async def restart(self) -> Stream:
-        """Away, and back at the same address; the session of the agent that comes again."""
+        """Restart at the same address, welcome the agent that returns, and return its session."""
         again = await self.restart_unwelcome()
         await again.welcome()
         return again
 
     async def restart_unwelcome(self) -> Stream:
-        """The same, for a test that answers the registration."""
+        """Restart at the same address; return the agent's session, whose registration waits."""
         await self.stop()
         await self.start()
         return await self.next_session()

@@ -1,4 +1,4 @@
-"""Speaks the warm process's protocol without torch: real forks, real channels, no training.
+"""A double of workers for a real agent: real forks and channels, without torch or training.
 
 Its workers are ready at once, enter every plan they are given, and commit steps as fast as the
 job's seed says (milliseconds per step). What they do beyond that is set by the job's name:
