@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any, get_args
 
@@ -13,6 +15,7 @@ from oobleck.host.versions import ENGINE
 from oobleck.master.events.unions import Journaled
 from oobleck.master.storage.journal import FORMAT
 from oobleck.proto.protocol import NEWEST
+from support.folders import ROOT
 from support.masters import master
 from support.release import RELEASES, kept_messages, readers, state_of
 from support.scenario import durable
@@ -67,3 +70,7 @@ def test_a_master_goes_on_from_a_state_directory(folder: Path, tmp_path: Path) -
     assert durable(state_of(tmp_path / "state" / "journal.log")) == durable(whole)
     with master(tmp_path / "state") as running, MasterClient(running.address) as client:
         assert {job.job_id for job in client.jobs()} == {*whole.jobs}
+
+
+def test_the_program_that_writes_them_starts_as_the_page_says() -> None:
+    subprocess.run([sys.executable, "-c", "import support.release"], cwd=ROOT / "tests", check=True)

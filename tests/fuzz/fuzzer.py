@@ -20,8 +20,8 @@ from google.protobuf.message import DecodeError
 from oobleck.core.job.file import format_job
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto import control_pb2_grpc as rpc
-from support.agent import FakeAgent
 from support.jobs import job_spec
+from support.live_agent import FakeAgent
 from support.masters import MasterProcess
 
 #: Cases under way at a time.

@@ -20,8 +20,8 @@ from oobleck.master.storage.journal import Journal
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto import control_pb2_grpc as rpc
 from support import commands, loops
-from support.agent import FakeAgent, connected, started, told
 from support.jobs import job_text, record
+from support.live_agent import FakeAgent, connected, started, told
 from support.masters import MasterProcess, master, operator
 
 _KEPT = 10

@@ -23,8 +23,8 @@ from oobleck.master.events.jobs import JobWaiting
 from oobleck.master.storage.journal import Journal
 from oobleck.proto import control_pb2 as pb
 from support import loops
-from support.agent import FakeAgent
 from support.jobs import evaluation, record
+from support.live_agent import FakeAgent
 from support.masters import DEADLINE_S, QUICK, MasterProcess, master, operator
 from support.scenario import UNIX, Player
 

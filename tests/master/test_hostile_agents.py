@@ -23,8 +23,9 @@ from oobleck.proto.types import (
     WorkerStatus,
 )
 from support import hostile_agent, loops
-from support.agent import LocalAgent, facts
+from support.agent import facts
 from support.jobs import evaluation, job_spec, record
+from support.live_agent import LocalAgent
 from support.masters import running
 
 STEPS = 6

@@ -17,8 +17,9 @@ from oobleck.master.rules.admission import Refusal
 from oobleck.master.state.trust import Denied, Trust
 from oobleck.proto.types import NodeStatus, Registration
 from support import loops, masters
-from support.agent import Agent, LocalAgent, facts
+from support.agent import Agent, facts
 from support.jobs import job_spec, record
+from support.live_agent import LocalAgent
 
 #: Longer than any lease.
 PAUSE_S = 600.0

@@ -9,7 +9,7 @@ import pytest
 
 from oobleck.proto import control_pb2 as pb
 from support import loops
-from support.agent import FakeAgent
+from support.live_agent import FakeAgent
 from support.masters import MasterProcess, master, operator
 
 JOB = """

@@ -31,7 +31,7 @@ def played(path: Path) -> tuple[Player, str]:
 @pytest.mark.parametrize("path", SCENARIOS, ids=lambda path: path.stem)
 def test_scenario(path: Path) -> None:
     _, told = played(path)
-    assert told == path.read_text(), f"to accept: python {Player.__module__}.py {path}"
+    assert told == path.read_text(), f"to accept: cd tests && python -m {Player.__module__} {path}"
 
 
 def test_a_node_that_is_cut_off_is_not_in_the_next_plan_where_none_is_put_aside() -> None:

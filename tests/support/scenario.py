@@ -3,7 +3,7 @@
 A transcript is a text: `TIME COMMAND` lines say what happens, `>` lines what is decided (with the
 time in front where it was decided later than the command, at a wake-up), `=` lines what the
 operator sees of the job after it. The player makes the `>` and `=` lines from the commands; a
-test compares the whole text. `python tests/support/scenario.py FILE` rewrites one.
+test compares the whole text. `cd tests && python -m support.scenario FILE` rewrites one.
 
 Connected nodes send heartbeats by themselves. The journal is kept, and after every command a
 second state is made from it, which must equal the durable part of the first. After every event the

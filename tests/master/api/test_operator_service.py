@@ -16,8 +16,8 @@ from oobleck.proto import control_pb2_grpc as rpc
 from oobleck.proto.protocol import NEWEST
 from oobleck.proto.types import NodeStatus
 from support import loops
-from support.agent import FakeAgent, all_of, connected, started, told
 from support.jobs import evaluation, job_text, record
+from support.live_agent import FakeAgent, all_of, connected, started, told
 from support.masters import DEADLINE_S, MasterProcess, master, operator, state_of
 
 

@@ -17,8 +17,8 @@ from oobleck.core.routes import Hold
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto.types import Assignment
 from support import loops
-from support.agent import FakeAgent, told
 from support.jobs import job_spec, record
+from support.live_agent import FakeAgent, told
 from support.masters import DEADLINE_S, MasterProcess, operator
 
 JOB = (

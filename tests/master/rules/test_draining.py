@@ -25,8 +25,8 @@ from oobleck.master.state.reducer.apply import apply
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto import control_pb2_grpc as rpc
 from support import loops
-from support.agent import FakeAgent, connected, started, told
 from support.jobs import job_spec, record
+from support.live_agent import FakeAgent, connected, started, told
 from support.masters import operator, running, state_of
 from support.scenario import Player
 

@@ -17,8 +17,8 @@ from oobleck.master.storage.ledger import read_profiles
 from oobleck.planner.profile.estimate import estimate_profile
 from oobleck.proto import control_pb2 as pb
 from support import loops
-from support.agent import FakeAgent
 from support.jobs import job_spec
+from support.live_agent import FakeAgent
 from support.masters import MasterProcess, master, operator
 from support.scenario import measurement
 

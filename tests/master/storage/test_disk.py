@@ -14,8 +14,8 @@ import pytest
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto import control_pb2_grpc as rpc
 from support import loops
-from support.agent import FakeAgent, told
 from support.jobs import record
+from support.live_agent import FakeAgent, told
 from support.masters import DEADLINE_S, MasterProcess, master, operator
 
 JOB = (
