@@ -38,12 +38,12 @@ class MasterProcess:
         spans: Sequence[str] = QUICK,
     ) -> None:
         self.errors = state_dir.with_name(state_dir.name + ".stderr")
-        where = ("--listen", listen or choose_address(), "--state-dir", str(state_dir))
-        self._options = (*where, *spans, *options)
-        self.start()
+        self._options = ("--state-dir", str(state_dir), *spans, *options)
+        self._start(listen or choose_address())
 
-    def start(self) -> None:
-        self.process = Forked("oobleck-master", *self._options, errors=self.errors)
+    def _start(self, listen: str) -> None:
+        options = ("--listen", listen, *self._options)
+        self.process = Forked("oobleck-master", *options, errors=self.errors)
         line = self.process.stdout.readline()
         if not line.startswith("listening on "):
             self.close()
@@ -53,6 +53,11 @@ class MasterProcess:
     def kill(self) -> None:
         self.process.kill()
         self.close()
+
+    def restart(self, listen: str | None = None) -> None:
+        """Kill it, and start the next one on its directory; None: at the same address."""
+        self.kill()
+        self._start(listen or self.address)
 
     def close(self) -> int:
         if self.process.poll() is None:

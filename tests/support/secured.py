@@ -21,10 +21,6 @@ class Secured(MasterProcess):
         address = choose_address().replace("127.0.0.1", host)
         super().__init__(folder / "state", *options, listen=address, spans=())
 
-    def restart(self) -> None:
-        self.kill()
-        self.start()
-
     def oobleck(self, *arguments: str, who: Path | None = None) -> subprocess.CompletedProcess[str]:
         shown = ("--credentials", str(who or self.operator))
         return run(*arguments, "--master", self.address, *shown)

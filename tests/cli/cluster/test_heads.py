@@ -60,27 +60,17 @@ def test_a_call_in_progress_is_repeated_at_the_next_address(master: str) -> None
         assert client.address == master
 
 
-class Moving(Secured):
-    """A master that may be started anew at another address, on the same state directory."""
-
-    def move(self, address: str) -> None:
-        self.process.kill()
-        end(self.process)
-        self.address = address
-        self.process = self._start()
-
-
 @pytest.fixture
-def moving(tmp_path: Path) -> Iterator[tuple[Moving, str, str]]:
+def moving(tmp_path: Path) -> Iterator[tuple[Secured, str, str]]:
     """The master, the address that it is at, and the one that it moves to."""
     first, second = choose_address(), choose_address()
-    running = Moving(tmp_path, "--heads", f"{first},{second}", host=first.rpartition(":")[0])
-    running.move(first)
+    running = Secured(tmp_path, "--heads", f"{first},{second}", host=first.rpartition(":")[0])
+    running.restart(first)
     yield running, first, second
     end(running.process)
 
 
-def test_agents_and_joins_follow_the_head(moving: tuple[Moving, str, str], tmp_path: Path) -> None:
+def test_agents_and_joins_follow_the_head(moving: tuple[Secured, str, str], tmp_path: Path) -> None:
     head, first, second = moving
     token, folder, logs = head.token(), tmp_path / "n1", tmp_path / "agent.log"
     started: list[subprocess.Popen[bytes]] = []
@@ -103,7 +93,7 @@ def test_agents_and_joins_follow_the_head(moving: tuple[Moving, str, str], tmp_p
         until(there, "the agent joins by the address that answers")
         before = node()
         assert (folder / "heads").read_text() == f"{first}\n{second}\n"
-        head.move(second)
+        head.restart(second)
         until(lambda: there() and node()["pid"] == before["pid"], "the agent finds the head")
         assert node()["address"] == before["address"]
         started[0].send_signal(signal.SIGINT)
