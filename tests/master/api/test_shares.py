@@ -20,8 +20,8 @@ from oobleck.proto import control_pb2 as pb
 from oobleck.proto import control_pb2_grpc as rpc
 from oobleck.proto.secure import open_aio_channel
 from support import loops
-from support.crowd import job_text
 from support.holders import signed
+from support.jobs import job_text
 from support.secured import Secured
 
 DEADLINE_S = 240.0
