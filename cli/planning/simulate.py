@@ -238,7 +238,7 @@ def _setting(
     until_s: float | None,
 ) -> "Setting":
     from oobleck.core.errors import PlanInfeasible
-    from oobleck.planner.recovery.course import Terms
+    from oobleck.planner.recovery.terms import Terms
     from oobleck.planner.search.firstplan import node_specification
     from oobleck.planner.simulate.compare import set_up
     from oobleck.planner.simulate.shapes import Shapes

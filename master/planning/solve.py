@@ -28,7 +28,8 @@ from oobleck.master.planning.requests import (
     template_sizes,
 )
 from oobleck.planner.programs.compiler import proof
-from oobleck.planner.recovery.course import MOVING, Terms, ask
+from oobleck.planner.recovery.course import MOVING
+from oobleck.planner.recovery.terms import Terms, ask
 from oobleck.planner.search.catalogue import Catalogue
 from oobleck.planner.search.firstplan import make_first_plan
 

@@ -2,29 +2,17 @@
 
 The master, the simulator and `oobleck plan --lost` all go by it. They ask by the purpose of a
 change, and the planner chooses which policy answers a loss (`oobleck.planner.recovery.policies`).
-Owns how a change is described to the planner, which request answers which event, and from which
-plan the next one starts. Must not know how a plan is made, nor how the master learns of an event.
+Owns which request answers which event, and from which plan the next one starts. Must not know how
+a plan is made, nor how the master learns of an event.
 """
 
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable
 from typing import Literal
 
-from oobleck.core.ids import Generation, NodeName, WorkerId
+from oobleck.core.ids import NodeName
 from oobleck.core.job.spec import JobSpec, RecoveryPolicy
 from oobleck.core.plan import Plan
-from oobleck.core.profile import Profile
-from oobleck.core.schedules import Schedule
-from oobleck.core.ties import Ties
-from oobleck.planner.recovery.answer import Answer, Change
-from oobleck.planner.recovery.policies import answer, behind, unforced
 from oobleck.planner.recovery.rules import OF_OTHER_NODES, Next
-from oobleck.planner.recovery.uneven.answer import uneven
-from oobleck.planner.recovery.worth import by_templates
-from oobleck.planner.search.catalogue import Catalogue, Offer
-
-# ---- Purposes of a change, by which plans are asked for.
-
 
 #: Policy of the wanted plan. `unforced`: templates, unless staying is better. `plain`: templates
 #: alone, where another policy failed.
@@ -121,81 +109,9 @@ def takes_in(plan: Plan, members: Iterable[NodeName]) -> bool:
     return set(plan.nodes) > set(members)
 
 
-# ---- The change that is described to the planner, its answer, and the state after it.
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Terms:
-    """Inputs of a job's plans that stay while its nodes change."""
-
-    profile: Profile
-    #: Sizes of the templates.
-    sizes: range
-    fault_tolerance: int
-    tied: Ties
-    #: The only schedule for plans; None: the best.
-    schedule: Schedule | None
-    #: True if nodes may hold layers without running them.
-    shadows: bool
-
-    def change(
-        self,
-        catalogue: Catalogue,
-        *,
-        plan: Plan,
-        base: Plan,
-        live: Iterable[NodeName],
-        generation: Generation,
-        rates: Mapping[WorkerId, float] | None = None,
-    ) -> Change:
-        """Build the change of `plan` to the `live` nodes. Raises PlanInfeasible."""
-        offer: Offer = catalogue.offer(self.profile, self.sizes, base, self.schedule)
-        return Change(
-            plan=plan,
-            base=base,
-            live=tuple(live),
-            generation=generation,
-            templates=offer.templates,
-            profile=self.profile,
-            fault_tolerance=self.fault_tolerance,
-            tied=self.tied,
-            schedule_named=self.schedule is not None,
-            shadows=self.shadows,
-            judge=offer.judge,
-            costs=offer.costs,
-            equals=offer.equals,
-            replays=offer.replays,
-            rates={} if rates is None else rates,
-        )
-
-
-def ask(change: Change, wanted: PlanWanted) -> Answer:
-    """Return the `wanted` plan for the change. Raises PlanInfeasible."""
-    match wanted:
-        case "uneven":
-            return uneven(change)
-        case "shadow" | "normalise" as following:
-            return behind(change, following)
-        case "unforced":
-            return unforced(change)
-        case "plain":
-            return by_templates(replace(change, shadows=False))
-        case policy:
-            return answer(change, policy)
-
-
 def base_behind(before: Plan, base: Plan | None, *, policy: str, rule: str) -> Plan | None:
     """Return the base of the plan that `rule` of `policy` made in place of `before`, which has this
     `base`. None: the plan itself is the base."""
     if is_base(policy, rule) or (adds_holders(policy) and base is None):
         return None
     return base or before
-
-
-def after(change: Change, taken: Answer) -> Change:
-    """Return the next change, of the plan in `taken`, before the nodes change any further."""
-    plan = taken.found.plan
-    base = None if change.base is change.plan else change.base
-    base = base_behind(change.plan, base, policy=taken.policy, rule=taken.found.rule)
-    generation = Generation(plan.generation + 1)
-    return replace(change, plan=plan, base=base or plan, generation=generation)

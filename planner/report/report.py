@@ -14,8 +14,8 @@ from oobleck.core.units import count, format_bytes, runs
 from oobleck.planner.cost.estimate import KindEstimate, StepEstimate
 from oobleck.planner.profile.memory import GPU_CONTEXT_BYTES, gpu_reserve_bytes
 from oobleck.planner.programs.communicators import MOST_COMMUNICATORS, Needed, needed
-from oobleck.planner.recovery.course import Terms
 from oobleck.planner.recovery.reconfigure import can_lose
+from oobleck.planner.recovery.terms import Terms
 from oobleck.planner.report.drawing import (
     WIDTH,
     draw_pipelines,

@@ -13,10 +13,10 @@ from oobleck.core.errors import PlanInfeasible
 from oobleck.core.ids import NodeName, WorkerId
 from oobleck.core.job.spec import RecoveryPolicy
 from oobleck.planner.recovery.answer import Answer, Change
-from oobleck.planner.recovery.course import after, ask
 from oobleck.planner.recovery.policies import Answers, answer, answers
 from oobleck.planner.recovery.reconfigure import can_lose
 from oobleck.planner.recovery.rules import Next, Rule
+from oobleck.planner.recovery.terms import after, ask
 from oobleck.planner.recovery.uneven.answer import by_rates, uneven
 from oobleck.planner.report.shape import shape
 

@@ -14,9 +14,9 @@ from oobleck.planner.cost.estimate import estimate_step
 from oobleck.planner.cost.listed import estimate_listed, with_listing
 from oobleck.planner.programs.listing.schedule import listed_routes
 from oobleck.planner.recovery.answer import Answer, Change
-from oobleck.planner.recovery.course import Terms
 from oobleck.planner.recovery.policies import Answers, answer, answers
 from oobleck.planner.recovery.reconfigure import can_lose
+from oobleck.planner.recovery.terms import Terms
 from oobleck.planner.report.planning import Planning
 from oobleck.planner.report.shape import shape
 from oobleck.planner.search.catalogue import Catalogue

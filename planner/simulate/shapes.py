@@ -16,9 +16,10 @@ from oobleck.core.ids import Generation, NodeName, WorkerId
 from oobleck.core.plan import Pipeline, Plan, is_of_pipelines
 from oobleck.core.schedules import Schedule
 from oobleck.planner.recovery.answer import Answer, Change, situation
-from oobleck.planner.recovery.course import PlanWanted, Terms, after, ask
+from oobleck.planner.recovery.course import PlanWanted
 from oobleck.planner.recovery.reconfigure import can_lose
 from oobleck.planner.recovery.rules import Next
+from oobleck.planner.recovery.terms import Terms, after, ask
 from oobleck.planner.recovery.uneven.candidates import staying_s
 from oobleck.planner.search.catalogue import Catalogue
 from oobleck.planner.search.firstplan import make_first_plan

@@ -5,7 +5,7 @@ import pytest
 from oobleck.core.job.spec import RecoveryPolicy
 from oobleck.master.events.jobs import PlanMade
 from oobleck.master.planning import client
-from oobleck.planner.recovery.course import Terms
+from oobleck.planner.recovery.terms import Terms
 from oobleck.planner.recovery.worth import CHANGE_S
 from oobleck.planner.simulate.account import Result
 from oobleck.planner.simulate.compare import set_up

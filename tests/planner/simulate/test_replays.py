@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from oobleck.core.job.spec import RecoveryPolicy
 from oobleck.core.profile import Profile
-from oobleck.planner.recovery.course import Terms
+from oobleck.planner.recovery.terms import Terms
 from oobleck.planner.report.report import make_report
 from oobleck.planner.search.firstplan import node_specification
 from oobleck.planner.simulate.account import Result

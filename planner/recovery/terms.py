@@ -1,0 +1,89 @@
+"""Terms of a job's plans, the change of its nodes under them, its answer, and the change after it.
+
+The master, the simulator and `oobleck plan --lost` describe a change to the planner in this one
+place. Must not know which request answers which event (`oobleck.planner.recovery.course`).
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from oobleck.core.ids import Generation, NodeName, WorkerId
+from oobleck.core.plan import Plan
+from oobleck.core.profile import Profile
+from oobleck.core.schedules import Schedule
+from oobleck.core.ties import Ties
+from oobleck.planner.recovery.answer import Answer, Change
+from oobleck.planner.recovery.course import PlanWanted, base_behind
+from oobleck.planner.recovery.policies import answer, behind, unforced
+from oobleck.planner.recovery.uneven.answer import uneven
+from oobleck.planner.recovery.worth import by_templates
+from oobleck.planner.search.catalogue import Catalogue, Offer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """Inputs of a job's plans that stay while its nodes change."""
+
+    profile: Profile
+    #: Sizes of the templates.
+    sizes: range
+    fault_tolerance: int
+    tied: Ties
+    #: The only schedule for plans; None: the best.
+    schedule: Schedule | None
+    #: True if nodes may hold layers without running them.
+    shadows: bool
+
+    def change(
+        self,
+        catalogue: Catalogue,
+        *,
+        plan: Plan,
+        base: Plan,
+        live: Iterable[NodeName],
+        generation: Generation,
+        rates: Mapping[WorkerId, float] | None = None,
+    ) -> Change:
+        """Build the change of `plan` to the `live` nodes. Raises PlanInfeasible."""
+        offer: Offer = catalogue.offer(self.profile, self.sizes, base, self.schedule)
+        return Change(
+            plan=plan,
+            base=base,
+            live=tuple(live),
+            generation=generation,
+            templates=offer.templates,
+            profile=self.profile,
+            fault_tolerance=self.fault_tolerance,
+            tied=self.tied,
+            schedule_named=self.schedule is not None,
+            shadows=self.shadows,
+            judge=offer.judge,
+            costs=offer.costs,
+            equals=offer.equals,
+            replays=offer.replays,
+            rates={} if rates is None else rates,
+        )
+
+
+def ask(change: Change, wanted: PlanWanted) -> Answer:
+    """Return the `wanted` plan for the change. Raises PlanInfeasible."""
+    match wanted:
+        case "uneven":
+            return uneven(change)
+        case "shadow" | "normalise" as following:
+            return behind(change, following)
+        case "unforced":
+            return unforced(change)
+        case "plain":
+            return by_templates(replace(change, shadows=False))
+        case policy:
+            return answer(change, policy)
+
+
+def after(change: Change, taken: Answer) -> Change:
+    """Return the next change, of the plan in `taken`, before the nodes change any further."""
+    plan = taken.found.plan
+    base = None if change.base is change.plan else change.base
+    base = base_behind(change.plan, base, policy=taken.policy, rule=taken.found.rule)
+    generation = Generation(plan.generation + 1)
+    return replace(change, plan=plan, base=base or plan, generation=generation)
