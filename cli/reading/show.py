@@ -119,9 +119,17 @@ def jobs(master: Endpoint, watch_s: float | None, form: "Form") -> None:
 @click.option(
     "--incidents", is_flag=True, help="Only failures and slow workers, with their consequences."
 )
+@click.option(
+    "--policies",
+    is_flag=True,
+    help="A line for each recovery policy and rule: how often it answered, and the standstill and "
+    "the step that were expected and happened.",
+)
 @options.master_option
 @options.form_options("One JSON object per line, as in the job's events.jsonl.")
-def events(job_id: str, follow: bool, incidents: bool, master: Endpoint, form: "Form") -> None:
+def events(
+    job_id: str, follow: bool, incidents: bool, policies: bool, master: Endpoint, form: "Form"
+) -> None:
     """Show the events of a job, oldest first: losses, reconfigurations, the end.
 
     A closed failure is shown in full: root cause, first witness, seconds per phase, cost. Slow
@@ -133,6 +141,10 @@ def events(job_id: str, follow: bool, incidents: bool, master: Endpoint, form: "
     from oobleck.cli.output.table import terminal_width, wants_colour
     from oobleck.cli.output.text import entry, is_data
 
+    if policies:
+        if follow or incidents:
+            raise click.UsageError("--policies excludes -f and --incidents; leave them out")
+        return _tell_policies(job_id, master, form)
     coloured = wants_colour()
     told = 0
     with MasterClient(master) as connection:
@@ -158,6 +170,24 @@ def events(job_id: str, follow: bool, incidents: bool, master: Endpoint, form: "
             f"no incident of {job_id} is closed; 'oobleck status {job_id}' names an open one",
             err=True,
         )
+
+
+def _tell_policies(job_id: str, master: Endpoint, form: "Form") -> None:
+    from oobleck.cli.client import MasterClient
+    from oobleck.cli.output.table import terminal_width
+    from oobleck.cli.output.text import entry, is_data
+    from oobleck.cli.view.predicted import predicted, predicted_table
+
+    with MasterClient(master) as connection:
+        told = [json.loads(one.json) for one in connection.events(job_id, follow=False)]
+        found = predicted(told, map(json.loads, connection.metrics(job_id, follow=False)))
+    if is_data(form):
+        for one in found:
+            click.echo(entry(one.data(), form))
+    elif found:
+        click.echo(predicted_table(found, width=terminal_width(), wide=form == "wide"))
+    else:
+        click.echo(f"{job_id} has had no plan after its first one", err=True)
 
 
 # ---- oobleck logs

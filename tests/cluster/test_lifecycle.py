@@ -1,6 +1,7 @@
 """What an operator sees of a running job when nodes and workers come and go."""
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -175,6 +176,10 @@ def test_worker_killed_alone_is_replaced(small_cluster: LocalCluster, text: str)
     assert [other for other in incident["also_lost"] if not other["consequence"]] == []
     told = cluster.oobleck("events", job_id, "--incidents").stdout
     assert f"pid {killed}) was killed by SIGKILL; recovered in " in told
+    lines = cluster.oobleck("events", job_id, "--policies", "--json").stdout.splitlines()
+    (replaced,) = [one for one in map(json.loads, lines) if one["rule"] == "replace"]
+    assert (replaced["policy"], replaced["n"]) == ("templates", 1)
+    assert replaced["stall_s"]["happened"] > 0 < replaced["step_s"]["expected"]
     assert cluster.status(job_id)["incidents"] >= incident["incident"]
     assert "incident    " in cluster.oobleck("status", job_id).stdout
 

@@ -53,6 +53,11 @@ def test_a_job_from_submit_to_its_end(cluster: str, job_file: Callable[..., Path
     failures = run("events", "demo-1", "--incidents", *master)
     assert (failures.returncode, failures.stdout) == (0, "")
     assert failures.stderr.startswith("no incident of demo-1 is closed")
+    answers = run("events", "demo-1", "--policies", *master)
+    assert (answers.returncode, answers.stdout) == (0, "")
+    assert answers.stderr.startswith("demo-1 has had no plan after its first one")
+    wrong = run("events", "demo-1", "--policies", "-f", *master)
+    assert (wrong.returncode, "excludes -f" in wrong.stderr) == (2, True)
     assert len(readable) == len(records)
     assert readable[-1].endswith("  succeeded")
 
