@@ -25,11 +25,13 @@ from bench.choice import random_question
 from oobleck.core.errors import PlanInfeasible
 from oobleck.core.ids import Generation, NodeName
 from oobleck.core.plan import Plan
+from oobleck.core.schedules import Schedule
 from oobleck.planner.cost.estimate import estimate_step
 from oobleck.planner.recovery.answer import Answer, Change, answer
 from oobleck.planner.recovery.policies import answer as chosen
 from oobleck.planner.recovery.policies import answers, unforced
 from oobleck.planner.recovery.reconfigure import HORIZON_S, Reconfiguration, can_lose
+from oobleck.planner.recovery.terms import Terms
 from oobleck.planner.recovery.worth import CHANGE_S, splitting_weight
 from oobleck.planner.search.catalogue import Catalogue
 from oobleck.planner.search.firstplan import make_first_plan, node_specification
@@ -74,22 +76,19 @@ class Cluster:
             generation=Generation(generation),
         ).plan
 
-    def change(self, plan: Plan, base: Plan, live: Sequence[NodeName]) -> Change:
-        offer = self.catalogue.offer(self.profile, self.sizes, base)
-        return Change(
-            plan=plan,
-            base=base,
-            live=tuple(live),
-            generation=Generation(plan.generation + 1),
-            templates=offer.templates,
-            judge=offer.judge,
-            costs=offer.costs,
-            equals=offer.equals,
-            replays=offer.replays,
+    def change(
+        self, plan: Plan, base: Plan, live: Sequence[NodeName], schedule: Schedule | None = None
+    ) -> Change:
+        terms = Terms(
             profile=self.profile,
+            sizes=self.sizes,
             fault_tolerance=self.f,
             tied=True,
+            schedule=schedule,
+            shadows=False,
         )
+        generation = Generation(plan.generation + 1)
+        return terms.change(self.catalogue, plan=plan, base=base, live=live, generation=generation)
 
 
 def weighed_s(step_s: float, plan: Plan) -> float:

@@ -406,7 +406,7 @@ def _node_reason(state: ClusterState, node: Node, now: float) -> str:
             return _stands_by(job, facts.node, now)
         if state.is_ready(node, job):
             why = job.seen.why_idle
-            return f"kept idle until a node is lost: {why}" if why else "ready to join the job"
+            return f"kept idle: {why}" if why else "ready to join the job"
         return "its workers start, to join the job"
     return client.idle_slots(job.current.made.plan, facts.worker_slots)
 

@@ -70,6 +70,8 @@ def next_plan(
     try:
         found = _next_plan(context, job, at_work, generation, wanted)
     except PlanInfeasible:
+        if wanted in course.VOLUNTARY:
+            raise
         return _next_plan(context, job, live, generation, wanted)
     if can_lose(found.found.plan) >= job.spec.fault_tolerance:
         return found

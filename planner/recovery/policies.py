@@ -212,16 +212,23 @@ def unforced(change: Change) -> Answer:
     found = by_templates(change)
     if not frozenset(change.live).issuperset(change.plan.nodes):
         return found
-    if _guarantee(found.found.plan, change) > _guarantee(change.plan, change):
-        return found
+    kept, now = _guarantee(found.found.plan, change), _guarantee(change.plan, change)
+    if kept > now:
+        return replace(found, value=Course(first=found).steps(change))
+    if kept < now:
+        raise PlanInfeasible(f"{found.found.reason}: fewer nodes could be lost")
     staying = staying_s(situation(change))
-    now_s = staying * splitting_weight(change.plan)
-    value, stays = (_steps(0.0, now_s, behind, change) for behind in (found, None))
-    if _step_s(found) > (1 + _TIE) * now_s or value < (1 - _TIE) * stays:
-        raise PlanInfeasible(
-            f"a step would take {found.step_s:.4g} s in place of {staying:.4g} s, by "
-            f"{found.found.reason}: not worth a change"
-        )
+    now_s = max(staying * splitting_weight(change.plan), _LEAST_STEP_S)
+    then_s = max(_step_s(found), _LEAST_STEP_S)
+    # Training goes on until the switch, so only what cannot be copied ahead costs anything.
+    value = max(0.0, HORIZON_S - CHANGE_S - found.outrun_s) / then_s
+    stays = HORIZON_S / now_s
+    longer = then_s > (1 + _TIE) * now_s
+    if longer or value < (1 - _TIE) * stays:
+        why = f"a step would take {found.step_s:.4g} s in place of {staying:.4g} s"
+        if not longer:
+            why += f", and training would stand still for {found.outrun_s:.3g} s"
+        raise PlanInfeasible(f"{why}, by {found.found.reason}: not worth a change")
     runner_up = RunnerUp(policy="stay", rule="stay", value=stays)
     return replace(found, value=value, runner_up=runner_up)
 

@@ -6,6 +6,7 @@ place. Must not know which request answers which event (`oobleck.planner.recover
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 from oobleck.core.ids import Generation, NodeName, WorkerId
 from oobleck.core.plan import Plan
@@ -57,7 +58,7 @@ class Terms:
             tied=self.tied,
             schedule_named=self.schedule is not None,
             shadows=self.shadows,
-            judge=offer.judge,
+            judge=partial(offer.judge, falls_back=True),
             costs=offer.costs,
             equals=offer.equals,
             replays=offer.replays,

@@ -58,7 +58,7 @@ class Prospect:
         if step_s > staying_s * (1 - LEAST_GAIN):
             told = f"a step would take {self.step_s:.4g} s in place of {staying_s:.4g} s"
             return told if self.weight <= 1 else f"{told}, with backwards split"
-        saved_s = HORIZON_S * (1 - step_s / staying_s)
+        saved_s = HORIZON_S * (1 - step_s / staying_s) if staying_s else 0.0
         cost_s = self.stall_s + CHANGE_S
         if saved_s < _LEAST_RETURN * cost_s:
             return (

@@ -13,6 +13,7 @@ from oobleck.core.errors import PlanInfeasible
 from oobleck.core.ids import NodeName, WorkerId
 from oobleck.core.job.spec import RecoveryPolicy
 from oobleck.planner.recovery.answer import Answer, Change
+from oobleck.planner.recovery.course import behind_answer
 from oobleck.planner.recovery.policies import Answers, answer, answers
 from oobleck.planner.recovery.reconfigure import can_lose
 from oobleck.planner.recovery.rules import Next, Rule
@@ -101,7 +102,7 @@ def _follow_ups(change: Change, then: Next | None) -> Iterator[FollowUp]:
     """Yield the follow-ups of a plan. `change`: of that plan, before any further loss."""
     while then is not None:
         try:
-            found = ask(change, then)
+            found = ask(change, behind_answer(then))
         except PlanInfeasible as infeasible:
             yield FollowUp(wanted=then, found=infeasible)
             return

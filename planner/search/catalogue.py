@@ -8,7 +8,6 @@ plan after a loss comes first.
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import count, islice
 
@@ -64,12 +63,14 @@ class Offer:
             ]
         )
 
-    def judge(self, candidates: Sequence[Instantiation]) -> list[float]:
+    def judge(
+        self, candidates: Sequence[Instantiation], *, falls_back: bool = False
+    ) -> list[float]:
         """Return the seconds of a step of each under its best schedule, or the `wanted` one.
 
-        It is infinite where the wanted one does not fit; if it fits for none, the final choice
-        raises the error. Beyond some candidates, those that are slow under 1F1B are left out: their
-        seconds are infinite too.
+        Where the wanted one does not fit, it is infinite, or with `falls_back` that of 1F1B: a
+        first plan is refused then, and later ones run under 1F1B. Beyond some candidates, those
+        that are slow under 1F1B are left out: their seconds are infinite too.
         """
         order = list(range(len(candidates)))
         if len(order) > MOST_ESTIMATED:
@@ -79,8 +80,11 @@ class Offer:
         times = [float("inf")] * len(candidates)
         plans = [self.sketch(candidates[at]) for at in order]
         for at, estimates in zip(order, self.replays.estimates(plans, SCHEDULES), strict=True):
-            with suppress(PlanInfeasible):
+            try:
                 times[at] = choose_among(estimates, self.profile, self.wanted).step_s
+            except PlanInfeasible:
+                if falls_back:
+                    times[at] = estimates["1f1b"].step_s
         return times
 
     def sketch(self, candidate: Instantiation) -> Plan:

@@ -380,7 +380,7 @@ class Replay:
         repaired = {self._seats[name] for name in instant.repaired if name in self._seats}
         self._gone |= hit
         if self._waits_since is not None:
-            self._gone |= repaired
+            self._empty(repaired)
             if instant.time_s == 0 and self._shape is None:
                 self._start(free=True)
             return
@@ -402,7 +402,7 @@ class Replay:
         """Go on at the workers' new rates, which are noticed later."""
         assert self._shape is not None, "there is a plan"
         self._even_at = self._now + ticks(self._costs.slow_s)
-        if self._phases:
+        if self._coming is not None and not self._coming.voluntary:
             return
         share = self._left / self._step
         self._set_step(share)
@@ -434,6 +434,7 @@ class Replay:
         more = sum(map(self._held_bytes, repaired))
         found, fresh = self._found_without_draining(wanted)
         if found is None:
+            self._empty(repaired)
             self._begin_to_wait()
             return
         costs = self._costs
@@ -443,6 +444,11 @@ class Replay:
         if repaired:
             self._phases.append(("process", ticks(costs.process_s)))
         self._set_out(found, fresh, more_bytes=more)
+
+    def _empty(self, seats: Collection[int]) -> None:
+        """Note that nodes of the plan have lost their state, and may take part as fresh ones."""
+        self._gone.update(seats)
+        self._seats = {name: seat for name, seat in self._seats.items() if seat not in seats}
 
     def _break_step(self) -> None:
         """Count the work of the step in progress that is lost."""
@@ -523,8 +529,9 @@ class Replay:
         if not self._rolled_back:
             self.account.moved_bytes += found.moved_bytes
         self._rolled_back = False
-        slow = any(rate != 1 for rate in self._rates.values())
-        self._even_at = self._now if slow and found.policy != course.AROUND_SLOW else None
+        if found.policy != course.AROUND_SLOW:  # a rate may have changed since that was asked for
+            slow = any(rate != 1 for rate in self._rates.values())
+            self._even_at = self._now if slow else None
         if self._costs.first_step_s:
             self._phases.append(("first_step", ticks(self._costs.first_step_s)))
 

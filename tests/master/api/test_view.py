@@ -48,7 +48,7 @@ def test_why_a_ready_node_is_idle_is_told_until_it_is_used() -> None:
 
     assert told() == "ready to join the job"
     player.play("8.0 assigned n5\n")
-    assert told().startswith("kept idle until a node is lost: a step would take ")
+    assert told().startswith("kept idle: a step would take ")
     player.play("9.0 close n2\n9.1 peer_lost n1/0 1\n")
     assert told() == ""
 

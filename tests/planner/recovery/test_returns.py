@@ -2,18 +2,25 @@
 first plan or staying would be."""
 
 from collections.abc import Iterator
+from copy import copy
 from dataclasses import replace
 
 import pytest
 
 from bench.regret import Cluster
 from oobleck.core.errors import PlanInfeasible
+from oobleck.core.ids import Generation, NodeName
 from oobleck.core.plan import Plan
 from oobleck.planner.cost.estimate import estimate_step
+from oobleck.planner.recovery import policies
 from oobleck.planner.recovery.policies import unforced
 from oobleck.planner.recovery.reconfigure import can_lose
+from oobleck.planner.recovery.terms import Terms
 from oobleck.planner.recovery.worth import by_templates, splitting_weight
+from oobleck.planner.search.catalogue import Catalogue
 from oobleck.planner.search.choose import choose_schedule
+from oobleck.planner.search.firstplan import make_first_plan, node_specification
+from support.profiles import profile_of
 
 
 def clusters(count: int) -> Iterator[tuple[Cluster, Plan]]:
@@ -49,10 +56,61 @@ def test_the_schedule_after_a_loss_is_the_best_whichever_ran_before() -> None:
 
 
 def test_a_schedule_that_the_job_names_is_kept_where_it_fits() -> None:
-    for cluster, first in clusters(3):
-        change = cluster.change(first, first, cluster.left)
-        named = replace(change, schedule_named=True)
-        assert by_templates(named).found.plan.schedule in (first.schedule, "1f1b")
+    for cluster, first in clusters(4):
+        running = replace(first, schedule="zb-h1")
+        roomy = replace(cluster.profile, gpu_memory_bytes=1 << 50)
+        with_room = copy(cluster)
+        with_room.profile, with_room.catalogue = roomy, Catalogue(tied=True)
+        change = with_room.change(running, running, cluster.left, "zb-h1")
+        assert by_templates(change).found.plan.schedule == "zb-h1"
+
+
+def test_a_schedule_that_fits_no_longer_gives_way_to_1f1b() -> None:
+    """Of seven nodes four and three keep all micro-batches, as GPipe does; of six no two do."""
+    profile = profile_of([1.0] * 8, state=400, activation=20, memory=2000)
+    names = [NodeName(f"n{number}") for number in range(7)]
+    sizes = node_specification(profile, nodes=7, fault_tolerance=1)
+    catalogue = Catalogue(tied=False)
+    first = make_first_plan(
+        catalogue,
+        sizes,
+        names,
+        profile=profile,
+        microbatches=32,
+        min_pipelines=2,
+        generation=Generation(1),
+        wanted="gpipe",
+    ).plan
+    assert first.schedule == "gpipe"
+    terms = Terms(
+        profile=profile, sizes=sizes, fault_tolerance=1, tied=False, schedule="gpipe", shadows=False
+    )
+    change = terms.change(
+        catalogue, plan=first, base=first, live=names[1:], generation=Generation(2)
+    )
+    after = by_templates(change).found.plan
+    assert (after.schedule, len(after.nodes)) == ("1f1b", 6)
+
+
+def test_the_longer_a_switch_stands_still_the_less_it_is_worth() -> None:
+    cluster, first = next(clusters(1))
+    left = by_templates(cluster.change(first, first, cluster.left)).found.plan
+    change = cluster.change(left, left, cluster.names)
+    found = by_templates(change)
+    taken, why = [], ""
+    for outrun_s in (0.0, 10.0, 100.0, 300.0, 590.0, 5000.0):
+        with pytest.MonkeyPatch.context() as patch:
+            late = replace(found, outrun_s=outrun_s)
+            patch.setattr(policies, "by_templates", lambda _, late=late: late)
+            try:
+                unforced(change)
+                taken.append(True)
+            except PlanInfeasible as infeasible:
+                taken.append(False)
+                why = str(infeasible)
+    assert "training would stand still for 5e+03 s" in why
+    assert taken == sorted(taken, reverse=True)
+    assert (taken[0], taken[-1]) == (True, False)
 
 
 def test_nodes_that_return_make_no_step_longer_unless_more_can_be_lost() -> None:
