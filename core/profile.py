@@ -12,6 +12,8 @@ LEAST_S, MOST_S = 1e-15, 1e9
 MOST_BYTES, MOST_BYTES_IN_ALL = 2**60 - 1, 2**62 - 1
 LEAST_RATE, MOST_RATE = 1.0, 1e18
 MOST_LAYERS = 1024
+#: Most nodes that are planned for: more take too long to be of use.
+MOST_NODES = 1 << 16
 #: Fields of a layer in bytes.
 OPTIONAL_BYTES = (
     "moved_bytes",

@@ -1,5 +1,6 @@
 """`oobleck simulate`: a trace of failures replayed with the planner, without a cluster."""
 
+import math
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -11,6 +12,7 @@ import click
 from oobleck.cli.options import Seconds, form_options, set_option
 from oobleck.cli.planning.question import Flags, Question, from_job, from_profile
 from oobleck.core.job.spec import RecoveryPolicy
+from oobleck.core.profile import MOST_NODES
 from oobleck.host.command import USAGE, CommandFailed
 from oobleck.planner.profile.machine import GPUS
 
@@ -148,6 +150,10 @@ def simulate(
         raise click.UsageError("give --trace T.csv, or --make SPEC to write one")
     if nodes is None:
         raise click.UsageError("--nodes is missing: the nodes of the full cluster")
+    if nodes > MOST_NODES:
+        raise click.UsageError(f"--nodes {nodes}: give at most {MOST_NODES}")
+    if price is not None and not math.isfinite(price):
+        raise click.UsageError(f"--price {price}: give a finite number")
     chosen = _chosen(policies)
     question = _question(job_file, profile_file, overrides, Flags(**flags))
     trace, costs = _trace(trace_file), _costs(costs_file)

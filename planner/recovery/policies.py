@@ -41,6 +41,9 @@ from oobleck.planner.recovery.worth import (
 
 #: Courses this close in committed steps are equal: estimates are not more exact.
 _TIE = 0.01
+#: Seconds of a step within which messages and the scheduling of a busy host vary, so that no node
+#: stays idle for less.
+_NOISE_S = 0.005
 #: Least time of a step: a profile may say that layers take none.
 _LEAST_STEP_S = 1e-9
 _TEMPLATES_FIRST: tuple[Policy, Policy] = ("templates", "reroute")
@@ -222,14 +225,13 @@ def unforced(change: Change) -> Answer:
     then_s = max(_step_s(found), _LEAST_STEP_S)
     # Training goes on until the switch, so only what cannot be copied ahead costs anything.
     value = max(0.0, HORIZON_S - CHANGE_S - found.outrun_s) / then_s
-    stays = HORIZON_S / now_s
-    longer = then_s > (1 + _TIE) * now_s
-    if longer or value < (1 - _TIE) * stays:
+    longer = then_s > now_s + max(_TIE * now_s, _NOISE_S)
+    if longer or value < (1 - _TIE) * HORIZON_S / max(now_s, then_s):
         why = f"a step would take {found.step_s:.4g} s in place of {staying:.4g} s"
         if not longer:
             why += f", and training would stand still for {found.outrun_s:.3g} s"
         raise PlanInfeasible(f"{why}, by {found.found.reason}: not worth a change")
-    runner_up = RunnerUp(policy="stay", rule="stay", value=stays)
+    runner_up = RunnerUp(policy="stay", rule="stay", value=HORIZON_S / now_s)
     return replace(found, value=value, runner_up=runner_up)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from oobleck.core.ids import Generation, NodeName
 from oobleck.core.job.spec import RecoveryPolicy
 from oobleck.core.plan import PipelineTemplate, Plan
-from oobleck.core.profile import Profile
+from oobleck.core.profile import MOST_NODES, Profile
 from oobleck.core.schedules import Schedule
 from oobleck.core.ties import Ties
 from oobleck.core.units import count, format_bytes, runs
@@ -29,7 +29,6 @@ from oobleck.planner.search.choose import ScheduleChoice, choose_schedule
 from oobleck.planner.search.firstplan import make_first_plan, node_specification
 
 #: Planning for more takes too long to be of use.
-MOST_NODES = 1 << 16
 MOST_SAMPLES = 1 << 17
 
 

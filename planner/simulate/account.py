@@ -88,7 +88,6 @@ class Account:
         """Undo the steps since the newest checkpoint."""
         self.waste(self.fresh, self.fresh_steps * self.batch, "redone_checkpoint")
         self.steps -= self.fresh_steps
-        self.returns += 1
         self.saved()
 
 

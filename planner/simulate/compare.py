@@ -10,7 +10,7 @@ from typing import Any
 from oobleck.core.errors import PlanInfeasible
 from oobleck.core.job.spec import RecoveryPolicy
 from oobleck.core.units import count
-from oobleck.planner.simulate.account import Result
+from oobleck.planner.simulate.account import Result, ticks
 from oobleck.planner.simulate.costs import Costs
 from oobleck.planner.simulate.replay import Setting, replay
 from oobleck.planner.simulate.shapes import Shapes
@@ -59,7 +59,7 @@ def set_up(
     ValueError, with the line, where the trace never has enough nodes."""
     full = shapes.first(nodes)
     end_s = trace.end_s if until_s is None else until_s
-    if end_s <= 0:
+    if ticks(end_s) <= 0:
         raise ValueError("line 2: all rows are at time 0; give a later row, or --until TIME")
     most, line = 0, 0
     for instant, live in trace.live():

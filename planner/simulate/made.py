@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
+from oobleck.core.profile import MOST_NODES
 from oobleck.core.units import parse_seconds
 from oobleck.planner.simulate.trace import Row
 
@@ -41,6 +42,8 @@ class Make:
             raise ValueError("mtbf: nothing would ever fail; give mtbf or rack_mtbf")
         if not self.days:
             raise ValueError("days: a trace of no time; give a number above 0")
+        if self.nodes > MOST_NODES:
+            raise ValueError(f"nodes: {self.nodes}; give at most {MOST_NODES}")
         racks = math.ceil(self.nodes / self.rack)
         span_s = self.days * _DAY_S
         lost = self.nodes * span_s / self.mtbf_s if self.mtbf_s else 0.0

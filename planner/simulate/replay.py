@@ -91,6 +91,8 @@ class Replay:
         self._kept = 0.0
         self._save_due = ticks(self._costs.checkpoint_every_s)
         self._even_at: int | None = None
+        #: Seats whose processes died and whose state is not back yet.
+        self._repaired = frozenset[int]()
         self._rest_until = 0
         self._look_at: int | None = None
         self._looked: object = None
@@ -136,6 +138,8 @@ class Replay:
         self._spend(spent, cause)
         if spent == left:
             self._phases.popleft()
+            if cause == "save":
+                self.account.saved()
         else:
             self._phases[0] = (cause, left - spent)
 
@@ -214,10 +218,11 @@ class Replay:
 
     def _at_boundary(self) -> None:
         if self._costs.checkpoint_every_s and self._now >= self._save_due:
-            self.account.saved()
             self._save_due = self._now + ticks(self._costs.checkpoint_every_s)
             if self._costs.save_s:
                 self._phases.append(("save", ticks(self._costs.save_s)))
+            else:
+                self.account.saved()
         coming = self._coming
         if coming is not None and self._now >= coming.ready_at:
             wait_s = self._costs.switch_s + self._transfer_s(coming.found.outrun_bytes)
@@ -418,6 +423,8 @@ class Replay:
 
     def _break(self, repaired: Collection[int]) -> None:
         """Answer losses of nodes or processes of the plan."""
+        # Processes that are started anew hold nothing before the next plan is entered.
+        repaired = self._repaired = self._repaired.union(repaired) - self._gone
         coming, self._coming = self._coming, None
         #: True: workers were on a way that moves state, so what they hold is not certain.
         moving = coming is not None and not coming.voluntary and coming.found.moved_bytes > 0
@@ -469,6 +476,7 @@ class Replay:
         self._spent, self._kept = 0, 0.0
         account.rolled_back()
         if self._costs.checkpoint_every_s:
+            account.returns += 1
             return True
         self._failed = True
         self._reason = "the last holder of a layer is lost, and there are no checkpoints"
@@ -521,6 +529,7 @@ class Replay:
         ]
         self._seats = {name: seat for seat, name in enumerate(self._names)}
         self._shape, self._gone, self._coming = found.shape, set(), None
+        self._repaired = frozenset()
         self._step_s, self._then = found.step_s, found.then
         self._set_step(1 - self._kept)
         self._kept = 0.0

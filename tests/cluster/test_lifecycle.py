@@ -301,7 +301,10 @@ def test_master_killed_and_restarted_adopts_the_job_that_a_killed_local_takes_al
     job_id = cluster.submit(job(text))
     cluster.wait_step(job_id, 5)
     pids = cluster.worker_pids()
-    os.kill(cluster.master_pid, signal.SIGKILL)
+    before = psutil.Process(cluster.master_pid)
+    its = [before, *before.children(recursive=True)]
+    before.kill()
+    all_gone(its)  # they hold the state directory and the port
     master = subprocess.Popen(
         [
             str(BIN / "oobleck-master"),

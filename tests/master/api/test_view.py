@@ -38,7 +38,8 @@ def test_a_job_that_does_not_move_has_no_speed() -> None:
 def test_why_a_ready_node_is_idle_is_told_until_it_is_used() -> None:
     player = Player()
     player.play(
-        START.replace("submit demo", "submit demo templates=1") + "1.0 steps 1 5 1\n"
+        START.replace("submit demo", "submit demo templates=1 min_nodes=1 hidden=512 batch=8")
+        + "1.0 steps 1 5 1\n"
         "2.0 register n5\n2.5 ready n5\n2.6 assigned n5\n"
     )
 

@@ -392,3 +392,37 @@ def test_a_node_whose_process_is_repaired_during_a_wait_takes_part_again() -> No
     found = result(trace(*gone, (250.0, "repair", "n1"), (300.0, "add", "n2")), 3000, costs=costs)
     assert found.failed_at is None, found.reason
     assert found.account.returns == 1
+
+
+def test_processes_that_die_one_after_the_other_bring_no_state_back_to_each_other() -> None:
+    """The second dies before the first one's state has been copied: all holders are gone."""
+    first = shapes().first(NODES).shape
+    holders = next(iter(first.holders))
+    names = [f"n{seat + 1}" for seat in sorted(holders)]
+    assert len(names) > 1
+    costs = replace(COSTS, checkpoint_every_s=50, load_s=1)
+    rows = [(200.0 + number / 4, "repair", name) for number, name in enumerate(names)]
+    assert result(trace(*rows), 3000, costs=costs).account.returns == 1
+    assert result(trace(rows[0]), 3000, costs=costs).account.returns == 0
+
+
+def test_a_checkpoint_counts_once_it_is_saved() -> None:
+    step_s = shapes().first(NODES).step_s
+    costs = replace(COSTS, checkpoint_every_s=2.5 * step_s, save_s=20)
+    gone = [f"n{number}" for number in range(1, NODES + 1)]
+
+    def redone(late_s: float) -> float:
+        at = 3 * step_s + late_s
+        lost = [(at, "remove", name) for name in gone]
+        back = [(at + 1, "add", name) for name in gone]
+        return result(trace(*lost, *back), at + 500, costs=costs).account.badput[
+            "redone_checkpoint"
+        ]
+
+    assert redone(10.0) > 0 == redone(20.0)
+
+
+def test_a_job_that_fails_has_not_returned() -> None:
+    lost = [(70.0, "remove", f"n{number}") for number in range(1, NODES + 1)]
+    found = result(trace(*lost), 1000)
+    assert (found.failed_at, found.account.returns) == (70, 0)
