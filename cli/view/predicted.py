@@ -1,4 +1,4 @@
-"""How well the planner predicts: what it expected of its answers, and what happened. Pure."""
+"""Comparison of what the planner expected of its answers with what happened. Pure."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence

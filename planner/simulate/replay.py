@@ -39,7 +39,7 @@ class _Coming:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What replays of one trace have in common."""
+    """Inputs that all replays of one trace share."""
 
     trace: Trace
     shapes: Shapes
