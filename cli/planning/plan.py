@@ -8,12 +8,17 @@ from typing import TYPE_CHECKING, Any, cast
 import click
 
 from oobleck.cli.options import form_options, set_option
-from oobleck.cli.planning.question import Flags, Question, from_job, from_profile
+from oobleck.cli.planning.question import (
+    Flags,
+    Question,
+    from_job,
+    from_profile,
+    question_options,
+)
 from oobleck.core.schedules import SCHEDULES, Schedule
 from oobleck.core.units import count, format_bytes
 from oobleck.host.command import USAGE, CommandFailed
 from oobleck.host.display import printable
-from oobleck.planner.profile.machine import GPUS
 
 if TYPE_CHECKING:
     from oobleck.cli.output.text import Form
@@ -34,44 +39,7 @@ if TYPE_CHECKING:
 )
 @set_option
 @click.option("--nodes", type=click.IntRange(min=1), required=True, metavar="N")
-@click.option(
-    "--workers-per-node",
-    "--gpus-per-node",
-    "gpus_per_node",
-    type=click.IntRange(min=1),
-    metavar="G",
-    help="Workers of each node, one per GPU.  [default: the profile's, or 8 with --gpu, or 1]",
-)
-@click.option(
-    "--fault-tolerance",
-    type=click.IntRange(min=0),
-    metavar="F",
-    help="Losses to survive.  [default: the job's, or 1]",
-)
-@click.option(
-    "--global-batch",
-    type=click.IntRange(min=1),
-    metavar="B",
-    help="Samples per step.  [default: the job's]",
-)
-@click.option(
-    "--microbatch",
-    type=click.IntRange(min=1),
-    metavar="b",
-    help="Samples per micro-batch.  [default: the job's or the profile's]",
-)
-@click.option(
-    "--memory-per-worker",
-    metavar="SIZE",
-    help="Memory of one GPU or worker; a margin stays free. A job's own limit takes precedence.  "
-    "[default: the profile's limit, or that of --gpu, or this machine's RAM / G]",
-)
-@click.option(
-    "--gpu",
-    type=click.Choice(sorted(GPUS), case_sensitive=False),
-    help="Estimate a job without a measured profile for nodes with 8 (or G) such GPUs, with NVLink "
-    "and a network adapter for each, from published figures (docs/planning.md).",
-)
+@question_options
 @click.option(
     "--schedule",
     type=click.Choice(["auto", *sorted(SCHEDULES)]),

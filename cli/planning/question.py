@@ -4,12 +4,15 @@ Owns which values come from the file, the flags or this machine. Must not know h
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
 
 from oobleck.core.ties import Ties
 from oobleck.core.units import count, parse_bytes
+from oobleck.planner.profile.machine import GPUS, NOMINAL
 
 if TYPE_CHECKING:
     from oobleck.core.job.spec import JobSpec, RecoveryPolicy
@@ -17,6 +20,8 @@ if TYPE_CHECKING:
     from oobleck.core.schedules import Schedule
     from oobleck.planner.profile.machine import Machine
     from oobleck.planner.report.speed import Speed
+
+Command = TypeVar("Command", bound=Callable[..., Any])
 
 _NOMINAL_TIMES = (
     "times are for one nominal CPU core per worker: only their proportions are meaningful; --gpu "
@@ -38,6 +43,55 @@ class Flags:
     memory_per_worker: str | None
     #: GPU whose published figures the estimates use.
     gpu: str | None = None
+
+
+_OPTIONS = (
+    click.option(
+        "--workers-per-node",
+        "--gpus-per-node",
+        "gpus_per_node",
+        type=click.IntRange(min=1),
+        metavar="G",
+        help="Workers of each node, one per GPU.  [default: the profile's, or 8 with --gpu, or 1]",
+    ),
+    click.option(
+        "--fault-tolerance",
+        type=click.IntRange(min=0),
+        metavar="F",
+        help="Losses to survive.  [default: the job's, or 1]",
+    ),
+    click.option(
+        "--global-batch",
+        type=click.IntRange(min=1),
+        metavar="B",
+        help="Samples per step.  [default: the job's]",
+    ),
+    click.option(
+        "--microbatch",
+        type=click.IntRange(min=1),
+        metavar="b",
+        help="Samples per micro-batch.  [default: the job's or the profile's]",
+    ),
+    click.option(
+        "--memory-per-worker",
+        metavar="SIZE",
+        help="Memory of one GPU or worker; a margin stays free. A job's own limit takes "
+        "precedence.  [default: the profile's limit, or that of --gpu, or this machine's RAM / G]",
+    ),
+    click.option(
+        "--gpu",
+        type=click.Choice(sorted(GPUS), case_sensitive=False),
+        help="Estimate a job without a measured profile for nodes with 8 (or G) such GPUs, with "
+        "NVLink and a network adapter for each, from published figures (docs/planning.md).",
+    ),
+)
+
+
+def question_options(command: Command) -> Command:
+    """Give a command the options that are the fields of `Flags`."""
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,8 +211,6 @@ def _estimate(job: "JobSpec", flags: Flags) -> "Profile":
 
 
 def _machine(flags: Flags) -> "Machine":
-    from oobleck.planner.profile.machine import GPUS, NOMINAL
-
     return NOMINAL if flags.gpu is None else GPUS[flags.gpu]
 
 

@@ -10,11 +10,16 @@ from typing import TYPE_CHECKING, Any, get_args
 import click
 
 from oobleck.cli.options import Seconds, form_options, set_option
-from oobleck.cli.planning.question import Flags, Question, from_job, from_profile
+from oobleck.cli.planning.question import (
+    Flags,
+    Question,
+    from_job,
+    from_profile,
+    question_options,
+)
 from oobleck.core.job.spec import RecoveryPolicy
 from oobleck.core.profile import MOST_NODES
 from oobleck.host.command import USAGE, CommandFailed
-from oobleck.planner.profile.machine import GPUS
 
 if TYPE_CHECKING:
     from oobleck.cli.output.text import Form
@@ -63,42 +68,7 @@ _POLICIES: tuple[RecoveryPolicy, ...] = get_args(RecoveryPolicy)
     metavar="N",
     help="Nodes of the full cluster, which the job is planned for and results are compared with.",
 )
-@click.option(
-    "--workers-per-node",
-    "--gpus-per-node",
-    "gpus_per_node",
-    type=click.IntRange(min=1),
-    metavar="G",
-    help="Workers of each node, one per GPU.  [default: the profile's, or 8 with --gpu, or 1]",
-)
-@click.option(
-    "--fault-tolerance",
-    type=click.IntRange(min=0),
-    metavar="F",
-    help="Losses to survive.  [default: the job's, or 1]",
-)
-@click.option(
-    "--global-batch",
-    type=click.IntRange(min=1),
-    metavar="B",
-    help="Samples per step.  [default: the job's]",
-)
-@click.option(
-    "--microbatch",
-    type=click.IntRange(min=1),
-    metavar="b",
-    help="Samples per micro-batch.  [default: the job's or the profile's]",
-)
-@click.option(
-    "--memory-per-worker",
-    metavar="SIZE",
-    help="Memory of one GPU or worker, as for `oobleck plan`.",
-)
-@click.option(
-    "--gpu",
-    type=click.Choice(sorted(GPUS), case_sensitive=False),
-    help="Estimate a job for nodes of such GPUs, as for `oobleck plan`.",
-)
+@question_options
 @click.option(
     "--policy",
     "policies",
