@@ -11,9 +11,8 @@ from oobleck.cli.options import form_options, set_option
 from oobleck.cli.planning.question import (
     Flags,
     Question,
-    from_job,
-    from_profile,
     question_options,
+    read_question,
 )
 from oobleck.core.schedules import SCHEDULES, Schedule
 from oobleck.core.units import count, format_bytes
@@ -92,7 +91,7 @@ def plan(
     from oobleck.cli.output.table import terminal_width
     from oobleck.cli.output.text import document, is_data
 
-    question = _question(job_file, profile_file, overrides, Flags(**flags))
+    question = read_question(job_file, profile_file, overrides, Flags(**flags))
     if schedule is not None:
         wanted = None if schedule == "auto" else cast("Schedule", schedule)
         question = dataclasses.replace(question, schedule=wanted)
@@ -116,21 +115,6 @@ def plan(
     width = None if form == "wide" else terminal_width()
     drawing = report.drawing() if width is None else report.drawing(width)
     click.echo(report_text(data, drawing, width))
-
-
-def _question(
-    job_file: Path | None, profile_file: Path | None, overrides: Sequence[str], flags: Flags
-) -> Question:
-    try:
-        if profile_file is not None and job_file is None:
-            if overrides:
-                raise click.UsageError("--set: replaces values of a job file; give one")
-            return from_profile(profile_file, flags)
-        if job_file is not None and profile_file is None:
-            return from_job(job_file, overrides, flags)
-    except ValueError as error:
-        raise CommandFailed(str(error), USAGE) from error
-    raise click.UsageError("give either a job file or --profile P.json")
 
 
 def _report(

@@ -12,6 +12,7 @@ import click
 
 from oobleck.core.ties import Ties
 from oobleck.core.units import count, parse_bytes
+from oobleck.host.command import USAGE, CommandFailed
 from oobleck.planner.profile.machine import GPUS, NOMINAL
 
 if TYPE_CHECKING:
@@ -114,6 +115,22 @@ class Question:
     notes: tuple[str, ...] = ()
     #: FLOPs of a step per token, tokens per sample, and peak FLOP/s of a worker; None: unknown.
     speed: "Speed | None" = None
+
+
+def read_question(
+    job_file: Path | None, profile_file: Path | None, overrides: Sequence[str], flags: Flags
+) -> Question:
+    """Read the question from a job file or a profile. Raises CommandFailed and UsageError."""
+    try:
+        if profile_file is not None and job_file is None:
+            if overrides:
+                raise click.UsageError("--set: replaces values of a job file; give one")
+            return from_profile(profile_file, flags)
+        if job_file is not None and profile_file is None:
+            return from_job(job_file, overrides, flags)
+    except ValueError as error:
+        raise CommandFailed(str(error), USAGE) from error
+    raise click.UsageError("give either a job file or --profile P.json")
 
 
 def from_profile(path: Path, flags: Flags) -> Question:

@@ -13,9 +13,8 @@ from oobleck.cli.options import Seconds, form_options, set_option
 from oobleck.cli.planning.question import (
     Flags,
     Question,
-    from_job,
-    from_profile,
     question_options,
+    read_question,
 )
 from oobleck.core.job.spec import RecoveryPolicy
 from oobleck.core.profile import MOST_NODES
@@ -125,7 +124,7 @@ def simulate(
     if price is not None and not math.isfinite(price):
         raise click.UsageError(f"--price {price}: give a finite number")
     chosen = _chosen(policies)
-    question = _question(job_file, profile_file, overrides, Flags(**flags))
+    question = read_question(job_file, profile_file, overrides, Flags(**flags))
     trace, costs = _trace(trace_file), _costs(costs_file)
     setting = _setting(trace_file, trace, costs, question, nodes, until)
     found = _compare(setting, chosen, nodes)
@@ -160,21 +159,6 @@ def _chosen(text: str) -> Sequence[RecoveryPolicy]:
                 f"--policy {name!r}: no such policy; give all, or some of {', '.join(known)}", USAGE
             )
     return [known[name] for name in dict.fromkeys(names)]
-
-
-def _question(
-    job_file: Path | None, profile_file: Path | None, overrides: Sequence[str], flags: Flags
-) -> Question:
-    try:
-        if profile_file is not None and job_file is None:
-            if overrides:
-                raise click.UsageError("--set: replaces values of a job file; give one")
-            return from_profile(profile_file, flags)
-        if job_file is not None and profile_file is None:
-            return from_job(job_file, overrides, flags)
-    except ValueError as error:
-        raise CommandFailed(str(error), USAGE) from error
-    raise click.UsageError("give either a job file or --profile P.json")
 
 
 def _trace(path: Path) -> "Trace":

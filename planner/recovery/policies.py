@@ -41,8 +41,8 @@ from oobleck.planner.recovery.worth import (
 
 #: Courses this close in committed steps are equal: estimates are not more exact.
 _TIE = 0.01
-#: Seconds of a step within which messages and the scheduling of a busy host vary, so that no node
-#: stays idle for less.
+#: Seconds by which a step may get longer, too: estimates of the short steps of small models are
+#: rough, and their users expect every node to be used. A choice, not a measurement.
 _NOISE_S = 0.005
 #: Least time of a step: a profile may say that layers take none.
 _LEAST_STEP_S = 1e-9

@@ -237,14 +237,27 @@ def by_templates(change: Change) -> Answer:
 
 
 def _best_of_equals(plan: Plan, change: Change, replays: Replays) -> Plan:
-    """Return the plan under its best schedule. For each size of its new pipelines, the best of the
-    cuts with equal T is taken: their stages leave unlike room for what a schedule keeps."""
+    """Return the plan under its best schedule.
+
+    Cuts of equal T leave unlike room for what a schedule keeps. So where a faster schedule does not
+    fit, the other cuts are tried for each size of the new pipelines.
+    """
+    (estimates,) = replays.estimates([plan], SCHEDULES)
+    choice = choose_among(estimates, change.profile, None)
+    first = replace(plan, schedule=choice.schedule)
+    weighed_s = {
+        schedule: estimate.step_s * splitting_weight(replace(plan, schedule=schedule))
+        for schedule, estimate in estimates.items()
+    }
+    fits_best = weighed_s[choice.schedule] * (1 - _LEAST_RECUT) <= min(weighed_s.values())
     sizes = [len(pipeline.nodes) for pipeline in plan.pipelines]
-    kept = frozenset() if plan.rates else frozenset(change.base.pipelines)
-    new = {n for n, pipeline in zip(sizes, plan.pipelines, strict=True) if pipeline not in kept}
-    plans = [plan]
     known = change.costs or {}
-    for size in sorted(new) if not plan.rates and known.keys() >= {*sizes} else ():
+    if fits_best or plan.rates or not known.keys() >= {*sizes}:
+        return first
+    kept = frozenset(change.base.pipelines)
+    new = {n for n, pipeline in zip(sizes, plan.pipelines, strict=True) if pipeline not in kept}
+    plans = []
+    for size in sorted(new):
         for costed in change.equals.get(size, ()):
             costs = {**known, size: costed.cost}
             shares = share_batch([costs[n] for n in sizes], plan.microbatches)
@@ -255,17 +268,20 @@ def _best_of_equals(plan: Plan, change: Change, replays: Replays) -> Plan:
                 for n, share, pipeline in zip(sizes, shares, plan.pipelines, strict=True)
             ]
             plans.append(Plan.of_pipelines(recut, generation=plan.generation))
-    found: list[tuple[float, Plan]] = []
+    found = [(_seconds_a_step(first, choice.step_s, change), first)]
     for each, estimates in zip(plans, replays.estimates(plans, SCHEDULES), strict=True):
         choice = choose_among(estimates, change.profile, None)
         scheduled = replace(each, schedule=choice.schedule)
-        _, busiest_bytes = moves(change, scheduled)
-        stall_s = busiest_bytes / change.profile.links.inter_node_bytes_per_s
-        weighed_s = choice.step_s * splitting_weight(scheduled)
-        found.append((weighed_s / max(1.0, HORIZON_S - stall_s), scheduled))
-    first_s, first = found[0]
+        found.append((_seconds_a_step(scheduled, choice.step_s, change), scheduled))
     least_s, best = min(found, key=lambda one: one[0])
-    return best if least_s < first_s * (1 - _LEAST_RECUT) else first
+    return best if least_s < found[0][0] * (1 - _LEAST_RECUT) else first
+
+
+def _seconds_a_step(plan: Plan, step_s: float, change: Change) -> float:
+    """Return the seconds until the next expected loss for each step that is committed by then."""
+    _, busiest_bytes = moves(change, plan)
+    stall_s = busiest_bytes / change.profile.links.inter_node_bytes_per_s
+    return step_s * splitting_weight(plan) * HORIZON_S / max(1.0, HORIZON_S - stall_s)
 
 
 def _base_for_rates(change: Change) -> tuple[Plan, str]:
