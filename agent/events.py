@@ -4,30 +4,27 @@ Events change what an agent knows; a completed action is an event too. Only `Ass
 `ShutDown` change the desired state. Must not know what an event changes.
 """
 
-from dataclasses import dataclass
+import msgspec
 
 from oobleck.core.ids import Incarnation, JobId
 from oobleck.core.job.spec import JobSpec
-from oobleck.core.messages import Acknowledged, Assign, FaultRule, FromWorker, Measure
+from oobleck.core.messages import Acknowledged, FaultRule, FromWorker, ToWorker
 from oobleck.host.detection import Detection
 from oobleck.host.gpu.sample import Sample
 from oobleck.proto import types
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StartWarm:
+class StartWarm(msgspec.Struct, frozen=True, kw_only=True):
     pass
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KillWarm:
+class KillWarm(msgspec.Struct, frozen=True, kw_only=True):
     """Action to kill the warm process by SIGKILL; `WarmExited` follows."""
 
     reason: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ForkWorker:
+class ForkWorker(msgspec.Struct, frozen=True, kw_only=True):
     """Action to fork a process for the slot and send it Launch as its first message."""
 
     slot: int
@@ -45,57 +42,27 @@ class ForkWorker:
     silence_s: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SendPlan:
-    incarnation: Incarnation
-    assign: Assign
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SendMeasure:
-    incarnation: Incarnation
-    wish: Measure
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SendSave:
-    """Action to send a worker the number of the newest wish for a checkpoint."""
+class Send(msgspec.Struct, frozen=True, kw_only=True):
+    """Action to send a worker a message."""
 
     incarnation: Incarnation
-    number: int
+    message: ToWorker
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SendAcknowledged:
-    """Action to send a worker the acknowledgement of records on the master's disk."""
-
-    incarnation: Incarnation
-    acknowledged: Acknowledged
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StopWorker:
-    incarnation: Incarnation
-    reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KillWorker:
+class KillWorker(msgspec.Struct, frozen=True, kw_only=True):
     """Action to kill a worker by SIGKILL; its exit follows."""
 
     incarnation: Incarnation
     reason: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class End:
+class End(msgspec.Struct, frozen=True, kw_only=True):
     """Action to end the agent, at the time for it."""
 
     reason: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AskWorker:
+class AskWorker(msgspec.Struct, frozen=True, kw_only=True):
     """Action to ask a worker for a heartbeat. `look`: the last question has no answer, so read the
     process's state from the kernel too."""
 
@@ -103,16 +70,14 @@ class AskWorker:
     look: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AskStacks:
+class AskStacks(msgspec.Struct, frozen=True, kw_only=True):
     """Action to have a worker write its threads' stacks, before it is given up on."""
 
     incarnation: Incarnation
     since: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GiveUpWorker:
+class GiveUpWorker(msgspec.Struct, frozen=True, kw_only=True):
     """Action to kill a worker that has hung since `since`, and to report it to the master."""
 
     incarnation: Incarnation
@@ -124,92 +89,76 @@ Action = (
     StartWarm
     | KillWarm
     | ForkWorker
-    | SendPlan
-    | SendMeasure
-    | SendSave
-    | SendAcknowledged
+    | Send
     | AskWorker
     | AskStacks
     | GiveUpWorker
-    | StopWorker
     | KillWorker
     | End
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Assigned:
+class Assigned(msgspec.Struct, frozen=True, kw_only=True):
     """Event: the master has sent an assignment."""
 
     desired: types.Assignment
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RecordsStored:
+class RecordsStored(msgspec.Struct, frozen=True, kw_only=True):
     """Event: the master has these step records and evaluations of the job on its disk."""
 
     job_id: JobId
     acknowledged: Acknowledged
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NotUnderstood:
+class NotUnderstood(msgspec.Struct, frozen=True, kw_only=True):
     """Event: the master's assignment cannot be read, so the one before stays in force."""
 
     reason: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Leave:
+class Leave(msgspec.Struct, frozen=True, kw_only=True):
     """Event: the agent is to end as soon as the node is drained, at the latest after the time."""
 
     grace_s: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SessionBegan:
+class SessionBegan(msgspec.Struct, frozen=True, kw_only=True):
     """Event: a session with a master has begun."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SessionOver:
+class SessionOver(msgspec.Struct, frozen=True, kw_only=True):
     """Event: the session has ended; no master hears the agent until the next one begins."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DetectionTold:
+class DetectionTold(msgspec.Struct, frozen=True, kw_only=True):
     """Event: the master has sent its time-outs."""
 
     detection: Detection
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GpusRead:
+class GpusRead(msgspec.Struct, frozen=True, kw_only=True):
     """Event: NVML has been read for the host's GPUs."""
 
     sample: Sample
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Paused:
+class Paused(msgspec.Struct, frozen=True, kw_only=True):
     """Event: this agent did not run for `seconds`, so no process is blamed for its silence
     meanwhile."""
 
     seconds: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShutDown:
+class ShutDown(msgspec.Struct, frozen=True, kw_only=True):
     """Event: the agent is to end, and all workers are stopped."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WarmReady:
+class WarmReady(msgspec.Struct, frozen=True, kw_only=True):
     pass
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WarmExited:
+class WarmExited(msgspec.Struct, frozen=True, kw_only=True):
     """Event: the warm process and its workers are gone. The workers' exits are events of their
     own."""
 
@@ -217,50 +166,43 @@ class WarmExited:
     how: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ForkAsked:
+class ForkAsked(msgspec.Struct, frozen=True, kw_only=True):
     slot: int
     incarnation: Incarnation
     #: The job's code is fetched first.
     fetches: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerForked:
+class WorkerForked(msgspec.Struct, frozen=True, kw_only=True):
     incarnation: Incarnation
     pid: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CodeFetched:
+class CodeFetched(msgspec.Struct, frozen=True, kw_only=True):
     """Event: the worker has its launch, with the job's code or the reason why there is none."""
 
     incarnation: Incarnation
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class Asked(msgspec.Struct, frozen=True, kw_only=True):
     """Event: a worker was asked for a heartbeat. `kernel`: its state according to the kernel."""
 
     incarnation: Incarnation
     kernel: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerSaid:
+class WorkerSaid(msgspec.Struct, frozen=True, kw_only=True):
     incarnation: Incarnation
     message: FromWorker
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChannelClosed:
+class ChannelClosed(msgspec.Struct, frozen=True, kw_only=True):
     """Event: the worker's end is closed, or sent something that makes no sense."""
 
     incarnation: Incarnation
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerExited:
+class WorkerExited(msgspec.Struct, frozen=True, kw_only=True):
     incarnation: Incarnation
     #: How it ended; None: there never was a process.
     end: types.WorkerExited | None = None
@@ -270,13 +212,9 @@ class WorkerExited:
 WorkerEvent = (
     WorkerForked
     | CodeFetched
-    | SendPlan
-    | SendMeasure
-    | SendSave
-    | SendAcknowledged
+    | Send
     | Asked
     | AskStacks
-    | StopWorker
     | KillWorker
     | GiveUpWorker
     | WorkerSaid

@@ -24,28 +24,13 @@ from functools import lru_cache
 
 from msgspec.structs import replace
 
-from oobleck.agent.events import (
-    Action,
-    AskStacks,
-    AskWorker,
-    End,
-    ForkWorker,
-    GiveUpWorker,
-    KillWarm,
-    KillWorker,
-    SendAcknowledged,
-    SendMeasure,
-    SendPlan,
-    SendSave,
-    StartWarm,
-    StopWorker,
-)
+from oobleck.agent import events
 from oobleck.agent.state import NodeState
 from oobleck.agent.worker import NO_GENERATION, WorkerState
 from oobleck.core.errors import LayerLost
 from oobleck.core.ids import WorkerId
 from oobleck.core.job.spec import JobSpec
-from oobleck.core.messages import Assign, Measure
+from oobleck.core.messages import Assign, Measure, Save, Stop
 from oobleck.core.plan import Plan
 from oobleck.core.routes import require_holders
 from oobleck.host.detection import Detection, patience_s
@@ -155,13 +140,13 @@ class Agenda:
     """Actions to take now, and when to decide again."""
 
     now: float
-    actions: list[Action] = field(default_factory=list)
+    actions: list[events.Action] = field(default_factory=list)
     #: Earliest time at which an action is due; None: no action is planned.
     wake_at: float | None = None
     #: All processes are gone and the agent may end.
     done: bool = False
 
-    def add(self, action: Action, due: float | None = None) -> None:
+    def add(self, action: events.Action, due: float | None = None) -> None:
         """Add an action, or set the wake-up for it if it is due later; None: it is due now."""
         if due is None or due <= self.now:
             self.actions.append(action)
@@ -190,7 +175,7 @@ def _fork(state: NodeState, agenda: Agenda) -> None:
         return
     for number, slot in enumerate(state.slots):
         if state.current(number) is None and slot.failure is None:
-            fork = ForkWorker(
+            fork = events.ForkWorker(
                 slot=number,
                 job_id=desired.job_id,
                 job=desired.job,
@@ -210,36 +195,38 @@ def _leave(state: NodeState, agenda: Agenda) -> None:
         return
     alone_since = state.alone_since
     if state.desired.drained and state.desired.job_id is None:
-        agenda.add(End(reason="the node is drained"))
+        agenda.add(events.End(reason="the node is drained"))
     elif alone_since is None:
-        agenda.add(End(reason="the time for the drain is over"), state.leave_by)
+        agenda.add(events.End(reason="the time for the drain is over"), state.leave_by)
     elif not state.has_heirs():
-        agenda.add(End(reason="no master is there, and no other node that trains with this one"))
+        reason = "no master is there, and no other node that trains with this one"
+        agenda.add(events.End(reason=reason))
     else:
         answer_s = state.detection.answer_s
         due = min(max(state.leave_at, alone_since) + answer_s, state.leave_by)
-        agenda.add(End(reason=f"no master has been there for {answer_s:g} s to move the work"), due)
+        reason = f"no master has been there for {answer_s:g} s to move the work"
+        agenda.add(events.End(reason=reason), due)
 
 
 def _warm(state: NodeState, agenda: Agenda) -> None:
     warm = state.warm
     if warm.started_at is None:
         if not state.shutting_down:
-            agenda.add(StartWarm(), warm.budget.not_before)
+            agenda.add(events.StartWarm(), warm.budget.not_before)
         return
     if warm.killed:
         return
     if state.shutting_down and not state.workers:
-        agenda.add(KillWarm(reason="the agent ends"))
+        agenda.add(events.KillWarm(reason="the agent ends"))
     elif not warm.ready:
         agenda.add(
-            KillWarm(reason=f"not ready after {WARM_TIMEOUT_S:.0f} s"),
+            events.KillWarm(reason=f"not ready after {WARM_TIMEOUT_S:.0f} s"),
             warm.started_at + WARM_TIMEOUT_S,
         )
     unanswered = [worker.asked_at for worker in state.workers.values() if worker.pid is None]
     if unanswered:
         reason = f"no answer to a fork for {FORK_TIMEOUT_S:.0f} s"
-        agenda.add(KillWarm(reason=reason), min(unanswered) + FORK_TIMEOUT_S)
+        agenda.add(events.KillWarm(reason=reason), min(unanswered) + FORK_TIMEOUT_S)
 
 
 def _worker(state: NodeState, worker: WorkerState, agenda: Agenda) -> None:
@@ -253,7 +240,7 @@ def _worker(state: NodeState, worker: WorkerState, agenda: Agenda) -> None:
         (None if worker.card else worker.starts_at, ready_s, "it was forked, not ready"),
     ):
         if since is not None:
-            kill = KillWorker(
+            kill = events.KillWorker(
                 incarnation=worker.incarnation, reason=f"still there {grace_s:.0f} s after {what}"
             )
             agenda.add(kill, since + grace_s)
@@ -261,21 +248,21 @@ def _worker(state: NodeState, worker: WorkerState, agenda: Agenda) -> None:
         return
     _look_after(state, worker, agenda)
     if (reason := _why_stop(state, worker)) is not None:
-        agenda.add(StopWorker(incarnation=worker.incarnation, reason=reason))
+        agenda.add(events.Send(incarnation=worker.incarnation, message=Stop(reason=reason)))
         return
     assign, wish, number = state.desired.assign, state.desired.measure, state.desired.save
     if assign is not None and _counts_on(state, assign, worker):
-        agenda.add(SendPlan(incarnation=worker.incarnation, assign=assign))
+        agenda.add(events.Send(incarnation=worker.incarnation, message=assign))
     if wish is not None and wish.alone:
         _measure_alone(state, wish, worker, agenda)
     elif wish is not None and _can_measure(wish, worker):
-        agenda.add(SendMeasure(incarnation=worker.incarnation, wish=wish))
+        agenda.add(events.Send(incarnation=worker.incarnation, message=wish))
     if worker.sent > NO_GENERATION and worker.closed_at is None and worker.save_sent < number:
-        agenda.add(SendSave(incarnation=worker.incarnation, number=number))
+        agenda.add(events.Send(incarnation=worker.incarnation, message=Save(number=number)))
     known = state.acknowledged
     up = worker.card and worker.closed_at is None
     if known is not None and up and worker.acknowledged != known:
-        agenda.add(SendAcknowledged(incarnation=worker.incarnation, acknowledged=known))
+        agenda.add(events.Send(incarnation=worker.incarnation, message=known))
 
 
 def _ready_s(job: JobSpec | None) -> float:
@@ -286,17 +273,17 @@ def _look_after(state: NodeState, worker: WorkerState, agenda: Agenda) -> None:
     if not worker.card or worker.closed_at is not None or worker.failed_at is not None:
         return
     if (doubt := worst_doubt(state, worker)) is not None:
-        give_up = GiveUpWorker(
+        give_up = events.GiveUpWorker(
             incarnation=worker.incarnation, since=doubt.since, reason=doubt.reason
         )
         agenda.add(give_up, doubt.due)
         if worker.stacks_since != doubt.since:
-            stacks = AskStacks(incarnation=worker.incarnation, since=doubt.since)
+            stacks = events.AskStacks(incarnation=worker.incarnation, since=doubt.since)
             agenda.add(stacks, doubt.stacks_due)
     asked_at, heard_at = worker.asked_alive_at, worker.heard_at
     look = asked_at is not None and heard_at is not None and heard_at < asked_at
     due = None if asked_at is None else asked_at + state.detection.heartbeat_s
-    agenda.add(AskWorker(incarnation=worker.incarnation, look=look), due)
+    agenda.add(events.AskWorker(incarnation=worker.incarnation, look=look), due)
 
 
 def _why_stop(state: NodeState, worker: WorkerState) -> str | None:
@@ -337,10 +324,8 @@ def _measure_alone(state: NodeState, wish: Measure, worker: WorkerState, agenda:
     if asked_at is not None and not worker.measured:
         return
     again = replace(wish, attempt=worker.measure_sent + 1)
-    last = max(since, asked_at or since)
-    agenda.add(
-        SendMeasure(incarnation=worker.incarnation, wish=again), last + state.detection.stand_by_s
-    )
+    due = max(since, asked_at or since) + state.detection.stand_by_s
+    agenda.add(events.Send(incarnation=worker.incarnation, message=again), due)
 
 
 def _can_measure(wish: Measure, worker: WorkerState) -> bool:

@@ -9,27 +9,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from oobleck.agent.events import (
-    Assigned,
-    DetectionTold,
-    Event,
-    ForkAsked,
-    GpusRead,
-    KillWarm,
-    Leave,
-    NotUnderstood,
-    Paused,
-    RecordsStored,
-    SessionBegan,
-    SessionOver,
-    ShutDown,
-    StartWarm,
-    WarmExited,
-    WarmReady,
-    WorkerEvent,
-    WorkerExited,
-    WorkerSaid,
-)
+from oobleck.agent import events
 from oobleck.agent.gpus import GpuHealth
 from oobleck.agent.worker import WorkerState
 from oobleck.core.ids import Incarnation, NodeName, WorkerId
@@ -169,7 +149,8 @@ class NodeState:
         if self.shutting_down:
             return []
         everyone = self.workers.values()
-        here = [w for w in everyone if self._is_current_job(w) and w.stop_sent_at is None]
+        job_id = self.desired.job_id
+        here = [w for w in everyone if w.job_id == job_id and w.stop_sent_at is None]
         return sorted(here, key=lambda worker: worker.slot)
 
     def faults_for(self, slot: int) -> tuple[FaultRule, ...]:
@@ -183,46 +164,46 @@ class NodeState:
         mine = WorkerId(self.node, slot)
         return tuple(rule for rule in self.faults if rule.worker == mine)
 
-    def apply(self, event: Event, now: float) -> None:
+    def apply(self, event: events.Event, now: float) -> None:
         """Take note of `event`; events about processes that are gone change nothing."""
         match event:
-            case Assigned(desired=desired):
+            case events.Assigned(desired=desired):
                 self._assign(desired, now)
                 self.not_understood = ""
-            case RecordsStored(job_id=job_id, acknowledged=acknowledged):
+            case events.RecordsStored(job_id=job_id, acknowledged=acknowledged):
                 if job_id == self.desired.job_id:
                     self.acknowledged = acknowledged
-            case NotUnderstood(reason=reason):
+            case events.NotUnderstood(reason=reason):
                 self.not_understood = reason
-            case SessionBegan():
+            case events.SessionBegan():
                 self.alone_since = None
-            case SessionOver():
+            case events.SessionOver():
                 self.alone_since = now
-            case DetectionTold(detection=detection):
+            case events.DetectionTold(detection=detection):
                 self.detection = detection
-            case Leave(grace_s=grace_s):
+            case events.Leave(grace_s=grace_s):
                 self.leave_at = now
                 # Without work, only the master's answer is awaited.
                 self.leave_by = now + (grace_s if self.workers else min(grace_s, IDLE_GRACE_S))
-            case GpusRead(sample=sample):
+            case events.GpusRead(sample=sample):
                 self.health.take(sample)
-            case Paused(seconds=seconds):
+            case events.Paused(seconds=seconds):
                 for each in self.workers.values():
                     each.excuse(seconds, now)
-            case ShutDown():
+            case events.ShutDown():
                 self.shutting_down = True
-            case StartWarm():
+            case events.StartWarm():
                 self.warm.started_at = now
-            case WarmReady():
+            case events.WarmReady():
                 self.warm.ready, self.warm.failed_starts = True, 0
-            case KillWarm():
+            case events.KillWarm():
                 self.warm.killed = True
-            case WarmExited(how=how):
+            case events.WarmExited(how=how):
                 if self.warm.started_at is not None:
                     self.warm.budget.ended(started_at=self.warm.started_at, now=now)
                 failed = 0 if self.warm.ready else self.warm.failed_starts + 1
                 self.warm = WarmState(budget=self.warm.budget, failed_starts=failed, last_end=how)
-            case ForkAsked(slot=slot, incarnation=incarnation, fetches=fetches):
+            case events.ForkAsked(slot=slot, incarnation=incarnation, fetches=fetches):
                 assert self.desired.job_id is not None
                 self.slots[slot].launches += 1
                 self.workers[incarnation] = WorkerState(
@@ -248,30 +229,27 @@ class NodeState:
             self.standing_by_since = now
         self.desired = desired
 
-    def _about_worker(self, worker: WorkerState, event: WorkerEvent, now: float) -> None:
+    def _about_worker(self, worker: WorkerState, event: events.WorkerEvent, now: float) -> None:
+        slot, current = self.slots[worker.slot], self.desired.job_id == worker.job_id
         match event:
-            case WorkerSaid(message=Committed(record=record)):
-                self.slots[worker.slot].ends.clear()
+            case events.WorkerSaid(message=Committed(record=record)):
+                slot.ends.clear()
                 # A process's first step says nothing of the others.
                 if worker.stepped and record.step > self.timed_step:
                     self.timed_step = record.step
                     self.step_seconds.append(record.step_seconds)
-            case WorkerSaid(message=Ready()) if self._is_current_job(worker):
-                self.slots[worker.slot].passed = True
-            case WorkerSaid(message=Failed(kind="user" | "node")) if self._is_current_job(worker):
-                self.slots[worker.slot].failed = worker
-            case WorkerSaid(message=Failed(kind="internal")) if self._is_current_job(worker):
-                self.slots[worker.slot].replaced = True
-            case WorkerExited(end=end):
+            case events.WorkerSaid(message=Ready()) if current:
+                slot.passed = True
+            case events.WorkerSaid(message=Failed(kind="user" | "node")) if current:
+                slot.failed = worker
+            case events.WorkerSaid(message=Failed(kind="internal")) if current:
+                slot.replaced = True
+            case events.WorkerExited(end=end):
                 del self.workers[worker.incarnation]
-                if worker.stop_sent_at is None and self._is_current_job(worker):
-                    slot = self.slots[worker.slot]
+                if worker.stop_sent_at is None and current:
                     slot.budget.ended(started_at=worker.asked_at, now=now)
                     if end is not None:
                         slot.ends.append((worker, end))
             case _:
                 pass  # of nothing but the worker
         worker.note(event, now)
-
-    def _is_current_job(self, worker: WorkerState) -> bool:
-        return self.desired.job_id == worker.job_id

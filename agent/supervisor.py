@@ -13,32 +13,10 @@ from contextlib import suppress
 
 import msgspec
 
-from oobleck.agent import metrics
+from oobleck.agent import events, metrics
 from oobleck.agent.config import AgentConfig
 from oobleck.agent.connection.outbox import HOLD_S, Outbox
 from oobleck.agent.connection.reports import records_hold_s, report_of, standing_reports, status_of
-from oobleck.agent.events import (
-    Action,
-    Assigned,
-    ChannelClosed,
-    CodeFetched,
-    DetectionTold,
-    Event,
-    GiveUpWorker,
-    GpusRead,
-    Leave,
-    NotUnderstood,
-    Paused,
-    RecordsStored,
-    SessionBegan,
-    SessionOver,
-    ShutDown,
-    WarmExited,
-    WarmReady,
-    WorkerExited,
-    WorkerForked,
-    WorkerSaid,
-)
 from oobleck.agent.gpus import GpuHealth
 from oobleck.agent.processes.children import How, WarmProcess, WorkerProcess
 from oobleck.agent.processes.pool import ProcessPool, StartWarmProcess, StartWorker
@@ -160,23 +138,23 @@ class Supervisor:
 
     def heard(self, by_master: bool) -> None:
         """Note whether a session with a master is open."""
-        self._handle(SessionBegan() if by_master else SessionOver())
+        self._handle(events.SessionBegan() if by_master else events.SessionOver())
 
     def detect(self, detection: Detection) -> None:
         """Adopt the master's time-outs."""
-        self._handle(DetectionTold(detection=detection))
+        self._handle(events.DetectionTold(detection=detection))
 
     def assigned(self, desired: types.Assignment) -> None:
         """Handle an assignment from the master."""
         if desired != msgspec.structs.replace(self._state.desired, version=desired.version):
             fields = {"job": desired.job_id, "generation": desired.generation or None}
             logger.info("assigned", extra=fields)
-        self._handle(Assigned(desired=desired))
+        self._handle(events.Assigned(desired=desired))
 
     def not_understood(self, reason: str) -> None:
         """Handle an assignment that cannot be read."""
         logger.error("assignment not understood", extra={"reason": reason})
-        self._handle(NotUnderstood(reason=reason))
+        self._handle(events.NotUnderstood(reason=reason))
 
     def record(self, job_id: JobId, wish: Record) -> None:
         """Have the workers of that job record; the master asks again for recordings that do not
@@ -197,20 +175,20 @@ class Supervisor:
     def acknowledged(self, job_id: JobId, step: int, evaluation: int) -> None:
         """Note which of the job's records the master has on its disk."""
         told = Acknowledged(step=step, evaluation=evaluation)
-        self._handle(RecordsStored(job_id=job_id, acknowledged=told))
+        self._handle(events.RecordsStored(job_id=job_id, acknowledged=told))
 
     def leave(self) -> None:
         """End once the node is drained; told again, at once."""
         if self._state.leave_by is not None:
             return self.shut_down()
         logger.info("told to end; the work is to move off first")
-        return self._handle(Leave(grace_s=self._config.drain_grace_s))
+        return self._handle(events.Leave(grace_s=self._config.drain_grace_s))
 
     def shut_down(self) -> None:
         """End at once: stop all workers."""
         if not self._state.shutting_down:
             logger.info("ending")
-        self._handle(ShutDown())
+        self._handle(events.ShutDown())
 
     def standing_reports(self) -> list[types.WorkerReport]:
         """Return the reports to repeat in a new session."""
@@ -219,7 +197,7 @@ class Supervisor:
     def gpus_read(self, sample: Sample) -> None:
         """Handle a sample of this host's GPUs, and log a change of their health."""
         before = self._state.health.told()
-        self._handle(GpusRead(sample=sample))
+        self._handle(events.GpusRead(sample=sample))
         if (told := self._state.health.told()) != before:
             sick, concern = told
             fields = {"sick": sick or None, "concern": concern or None}
@@ -228,7 +206,7 @@ class Supervisor:
     # ---- from the processes (a `Listener`)
 
     def warm_ready(self) -> None:
-        self._handle(WarmReady())
+        self._handle(events.WarmReady())
 
     def warm_exited(self, returncode: int | None, last_line: str) -> None:
         # The kernel kills the workers with the warm process, and nobody is left to tell how they
@@ -240,12 +218,12 @@ class Supervisor:
         if not self._state.shutting_down:
             logger.warning("warm process ended", extra={"returncode": returncode})
         how = _how(returncode) + (f": {last_line}" if last_line else "")
-        self._handle(WarmExited(how=how))
+        self._handle(events.WarmExited(how=how))
 
     def forked(self, incarnation: Incarnation, pid: int) -> None:
         if (process := self._pool.processes.get(incarnation)) is not None:
             process.forked(pid)
-            self._handle(WorkerForked(incarnation=incarnation, pid=pid))
+            self._handle(events.WorkerForked(incarnation=incarnation, pid=pid))
 
     def fork_failed(self, incarnation: Incarnation, reason: str) -> None:
         """Handle a failed fork. There is no process, so no exit is reported; the slot's budget
@@ -256,7 +234,7 @@ class Supervisor:
         process.buried = True
         process.gone()
         del self._pool.processes[incarnation]
-        self._handle(WorkerExited(incarnation=incarnation))
+        self._handle(events.WorkerExited(incarnation=incarnation))
         wait_s = max(0.0, self._state.slots[process.slot].budget.not_before - self._now())
         extra = {"slot": process.slot, "reason": reason, "next_start_in_s": round(wait_s, 1)}
         logger.warning("fork failed", extra=extra)
@@ -284,17 +262,17 @@ class Supervisor:
                     fields = {"slot": worker.slot, "kind": message.kind, "reason": message.message}
                     logger.error("worker failed", extra=fields)
                 self._outbox.report(report_of(worker, message), self._now())
-        self._handle(WorkerSaid(incarnation=incarnation, message=message))
+        self._handle(events.WorkerSaid(incarnation=incarnation, message=message))
 
     def printed(self, incarnation: Incarnation, lines: list[str]) -> None:
         if (worker := self._state.workers.get(incarnation)) is not None:
             self._outbox.log(worker.job_id, worker.slot, lines, self._now())
 
     def code_fetched(self, incarnation: Incarnation) -> None:
-        self._handle(CodeFetched(incarnation=incarnation))
+        self._handle(events.CodeFetched(incarnation=incarnation))
 
     def channel_closed(self, incarnation: Incarnation) -> None:
-        self._handle(ChannelClosed(incarnation=incarnation))
+        self._handle(events.ChannelClosed(incarnation=incarnation))
 
     def ending(self, incarnation: Incarnation, how: How) -> None:
         process = self._pool.processes.get(incarnation)
@@ -345,7 +323,7 @@ class Supervisor:
         )
         self._outbox.report(report_of(worker, exited), self._now())
         self._outbox.hurry(self._now())
-        self._handle(WorkerExited(incarnation=worker.incarnation, end=exited))
+        self._handle(events.WorkerExited(incarnation=worker.incarnation, end=exited))
         wait_s = self._state.slots[worker.slot].budget.not_before - self._now()
         if wait_s > 0 and self._state.desired.job_id is not None:
             extra = {"slot": worker.slot, "next_start_in_s": round(wait_s, 1)}
@@ -358,7 +336,7 @@ class Supervisor:
 
     # ---- deciding and acting
 
-    def _handle(self, event: Event) -> None:
+    def _handle(self, event: events.Event) -> None:
         self._state.apply(event, self._now())
         self._settle()
 
@@ -367,7 +345,7 @@ class Supervisor:
         late_s = 0.0 if self._wake_at is None else self._now() - self._wake_at
         if late_s > self._state.detection.lag_limit_s:
             logger.warning("the agent was late", extra={"late_s": round(late_s, 1)})
-            self._state.apply(Paused(seconds=late_s), self._now())
+            self._state.apply(events.Paused(seconds=late_s), self._now())
         while True:
             agenda = decide(self._state, self._now())
             if not agenda.actions:
@@ -389,9 +367,9 @@ class Supervisor:
         if agenda.done:
             self._done.set()
 
-    def _do(self, action: Action) -> None:
+    def _do(self, action: events.Action) -> None:
         self._state.apply(self._pool.perform(action, self._tasks), self._now())
-        if isinstance(action, GiveUpWorker):
+        if isinstance(action, events.GiveUpWorker):
             # At once: a process that hangs in the kernel does not end when it is killed.
             worker = self._state.workers[action.incarnation]
             assert worker.hung is not None

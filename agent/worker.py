@@ -7,27 +7,12 @@ it) -> one plan per generation -> gone. Must not know other workers, nor what is
 from collections import deque
 from dataclasses import dataclass, field
 
-from oobleck.agent.events import (
-    Asked,
-    AskStacks,
-    ChannelClosed,
-    CodeFetched,
-    GiveUpWorker,
-    KillWorker,
-    SendAcknowledged,
-    SendMeasure,
-    SendPlan,
-    SendSave,
-    StopWorker,
-    WorkerEvent,
-    WorkerExited,
-    WorkerForked,
-    WorkerSaid,
-)
+from oobleck.agent import events
 from oobleck.core.ids import Generation, Incarnation, JobId
 from oobleck.core.messages import (
     Acknowledged,
     Alive,
+    Assign,
     CheckpointSaved,
     Committed,
     ComputeTime,
@@ -37,6 +22,7 @@ from oobleck.core.messages import (
     FromWorker,
     Handed,
     LinkMeasured,
+    Measure,
     Measured,
     MemoryUse,
     PeerLost,
@@ -44,7 +30,9 @@ from oobleck.core.messages import (
     Ready,
     Recorded,
     Restored,
+    Save,
     SaveFailed,
+    Stop,
 )
 from oobleck.proto.types import Hung
 
@@ -121,40 +109,40 @@ class WorkerState:
     closed_at: float | None = None
     killed: bool = False
 
-    def note(self, event: WorkerEvent, now: float) -> None:
+    def note(self, event: events.WorkerEvent, now: float) -> None:
         match event:
-            case WorkerForked(pid=pid):
+            case events.WorkerForked(pid=pid):
                 self.pid = pid
-            case CodeFetched():
+            case events.CodeFetched():
                 self.starts_at = now
-            case SendPlan(assign=assign):
+            case events.Send(message=Assign() as assign):
                 self.sent, self.peer_lost = assign.plan.generation, None
                 if not assign.boundary:
                     self.told_at = now
                 self.measure_sent_at, self.measured = None, ()
-            case SendMeasure(wish=wish):
+            case events.Send(message=Measure() as wish):
                 self.measure_sent, self.measured = wish.attempt, ()
                 self.measure_sent_at = now
-            case SendSave(number=number):
+            case events.Send(message=Save(number=number)):
                 self.save_sent = number
-            case SendAcknowledged(acknowledged=acknowledged):
+            case events.Send(message=Acknowledged() as acknowledged):
                 self.acknowledged = acknowledged
-            case Asked(kernel=kernel):
+            case events.Asked(kernel=kernel):
                 self.asked_alive_at, self.kernel = now, kernel
-            case AskStacks(since=since):
+            case events.AskStacks(since=since):
                 self.stacks_since = since
-            case StopWorker():
+            case events.Send(message=Stop()):
                 self.stop_sent_at = now
-            case GiveUpWorker(since=since, reason=reason):
+            case events.GiveUpWorker(since=since, reason=reason):
                 self.killed, self.hung = True, Hung(reason=reason, seconds=now - since)
-            case KillWorker():
+            case events.KillWorker():
                 self.killed = True
-            case ChannelClosed():
+            case events.ChannelClosed():
                 self.closed_at = now
-            case WorkerSaid(message=message):
+            case events.WorkerSaid(message=message):
                 self._said(message, now)
-            case WorkerExited():
-                pass  # nothing is asked of it any more
+            case events.Send() | events.WorkerExited():
+                pass  # a message that leaves no trace, or nothing is asked of it any more
 
     def _said(self, message: FromWorker, now: float) -> None:
         match message:

@@ -10,31 +10,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
+from oobleck.agent import events
 from oobleck.agent.config import AgentConfig
-from oobleck.agent.events import (
-    Action,
-    Asked,
-    AskStacks,
-    AskWorker,
-    End,
-    Event,
-    ForkAsked,
-    ForkWorker,
-    GiveUpWorker,
-    KillWarm,
-    KillWorker,
-    SendAcknowledged,
-    SendMeasure,
-    SendPlan,
-    SendSave,
-    ShutDown,
-    StartWarm,
-    StopWorker,
-)
 from oobleck.agent.processes.children import Listener, WarmProcess, WorkerProcess
 from oobleck.agent.wheels import WheelCache
 from oobleck.core.ids import Incarnation, WorkerId
-from oobleck.core.messages import Ask, Fork, Launch, Save, Stop
+from oobleck.core.messages import Ask, Fork, Launch
 from oobleck.host.system.environment import Environment
 
 logger = logging.getLogger(__name__)
@@ -108,45 +89,38 @@ class ProcessPool:
         if self.warm is not None:
             self.warm.kill()
 
-    def perform(self, action: Action, tasks: asyncio.TaskGroup) -> Event:
+    def perform(self, action: events.Action, tasks: asyncio.TaskGroup) -> events.Event:
         """Execute the action and return its event. Longer work runs in `tasks`."""
         match action:
-            case StartWarm():
+            case events.StartWarm():
                 self.warm = self._start_warm(self._listener)
                 run = self.warm.run(self._config.warm_command, self._config.environment)
                 tasks.create_task(run)
-            case KillWarm(reason=reason):
+            case events.KillWarm(reason=reason):
                 logger.info("killing the warm process", extra={"reason": reason})
                 assert self.warm is not None
                 self.warm.kill()
-            case ForkWorker():
+            case events.ForkWorker():
                 return self._fork(action, tasks)
-            case SendPlan(incarnation=incarnation, assign=assign):
-                self.processes[incarnation].send(assign)
-            case SendMeasure(incarnation=incarnation, wish=wish):
-                self.processes[incarnation].send(wish)
-            case SendSave(incarnation=incarnation, number=number):
-                self.processes[incarnation].send(Save(number=number))
-            case SendAcknowledged(incarnation=incarnation, acknowledged=acknowledged):
-                self.processes[incarnation].send(acknowledged)
-            case AskWorker(incarnation=incarnation, look=look):
+            case events.Send(incarnation=incarnation, message=message):
+                self.processes[incarnation].send(message)
+            case events.AskWorker(incarnation=incarnation, look=look):
                 process = self.processes[incarnation]
                 process.send(Ask())
-                return Asked(incarnation=incarnation, kernel=process.kernel() if look else "")
-            case AskStacks(incarnation=incarnation):
+                kernel = process.kernel() if look else ""
+                return events.Asked(incarnation=incarnation, kernel=kernel)
+            case events.AskStacks(incarnation=incarnation):
                 self.processes[incarnation].tell_stacks()
-            case GiveUpWorker(incarnation=incarnation, reason=reason):
+            case events.GiveUpWorker(incarnation=incarnation, reason=reason):
                 self._kill(incarnation, "killing a worker that hangs", reason)
-            case StopWorker(incarnation=incarnation, reason=reason):
-                self.processes[incarnation].send(Stop(reason=reason))
-            case KillWorker(incarnation=incarnation, reason=reason):
+            case events.KillWorker(incarnation=incarnation, reason=reason):
                 self._kill(incarnation, "killing a worker", reason)
-            case End(reason=reason):
+            case events.End(reason=reason):
                 logger.info("ending", extra={"reason": reason})
-                return ShutDown()
+                return events.ShutDown()
         return action
 
-    def _fork(self, fork: ForkWorker, tasks: asyncio.TaskGroup) -> Event:
+    def _fork(self, fork: events.ForkWorker, tasks: asyncio.TaskGroup) -> events.Event:
         assert self.warm is not None
         slot = fork.slot
         process = self._start_worker(slot, new_incarnation(self._environment), self._listener)
@@ -186,7 +160,7 @@ class ProcessPool:
             tasks.create_task(process.serve(launch, partial(self._complete, freed)))
         else:
             tasks.create_task(process.serve(launch))
-        return ForkAsked(slot=slot, incarnation=process.incarnation, fetches=later)
+        return events.ForkAsked(slot=slot, incarnation=process.incarnation, fetches=later)
 
     async def _complete(self, freed: asyncio.Event | None, launch: Launch) -> Launch:
         """Return the complete launch, once the GPU's memory is `freed` and the job's code is

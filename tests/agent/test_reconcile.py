@@ -17,15 +17,11 @@ from oobleck.agent.events import (
     KillWorker,
     Leave,
     RecordsStored,
-    SendAcknowledged,
-    SendMeasure,
-    SendPlan,
-    SendSave,
+    Send,
     SessionBegan,
     SessionOver,
     ShutDown,
     StartWarm,
-    StopWorker,
     WarmExited,
     WarmReady,
     WorkerExited,
@@ -46,6 +42,7 @@ from oobleck.core.ids import Generation, JobId, NodeName, WorkerId
 from oobleck.core.job.model import OwnModelSpec
 from oobleck.core.messages import (
     Acknowledged,
+    Assign,
     CheckpointSaved,
     Committed,
     Evaluated,
@@ -55,7 +52,9 @@ from oobleck.core.messages import (
     Measured,
     PhaseReached,
     Ready,
+    Save,
     SaveFailed,
+    Stop,
 )
 from oobleck.proto.types import Assignment
 from support.agent_core import A, B, Node, desired, sent
@@ -65,8 +64,9 @@ from support.scripted_master import plan
 G1 = Generation(1)
 
 
-def kinds(actions: tuple[Action, ...]) -> list[type[Action]]:
-    return [type(action) for action in actions]
+def kinds(actions: tuple[Action, ...]) -> list[type]:
+    """Return the actions' types; of a message to a worker, the message's."""
+    return [type(one.message if isinstance(one, Send) else one) for one in actions]
 
 
 def test_warm_process_starts_before_any_job_and_workers_wait_for_it() -> None:
@@ -81,12 +81,12 @@ def test_warm_process_starts_before_any_job_and_workers_wait_for_it() -> None:
 def test_a_plan_goes_to_exactly_the_process_that_it_counts_on() -> None:
     node = Node().with_worker()
     (send,) = node.after(Assigned(desired=desired(generation=1)))
-    assert isinstance(send, SendPlan)
+    assert isinstance(send, Send)
     assert send.incarnation == A
     assert node.after(sent(1)) == ()
     assert node.after(Assigned(desired=desired(generation=1))) == (), "a repeat changes nothing"
     assert node.after(Assigned(desired=desired(generation=2, incarnations="bbbb"))) == ()
-    assert kinds(node.after(Assigned(desired=desired(generation=2)))) == [SendPlan]
+    assert kinds(node.after(Assigned(desired=desired(generation=2)))) == [Assign]
 
 
 def test_a_plan_waits_for_the_process_that_it_counts_on_to_be_up_and_to_read_the_same() -> None:
@@ -100,7 +100,7 @@ def test_a_plan_waits_for_the_process_that_it_counts_on_to_be_up_and_to_read_the
     up = WorkerSaid(incarnation=A, message=Ready(pid=100, card="127.0.0.1:1", data="changed"))
     assert node.after(up) == (), "it reads other data than the plan's other workers"
     same = replace(wish, assign=replace(wish.assign, data="changed"))
-    assert kinds(node.after(Assigned(desired=same))) == [SendPlan]
+    assert kinds(node.after(Assigned(desired=same))) == [Assign]
 
 
 def test_an_agent_that_is_told_to_end_goes_on_until_it_is_drained_or_out_of_time() -> None:
@@ -116,7 +116,7 @@ def test_an_agent_that_is_told_to_end_goes_on_until_it_is_drained_or_out_of_time
     assert assign is not None
     without = replace(assign, plan=plan(2, "n2"), leaving=(WorkerId(NodeName("n1"), 0),))
     wish = replace(desired(), assign=without)
-    assert kinds(node.after(Assigned(desired=wish), at=20.0)) == [SendPlan]
+    assert kinds(node.after(Assigned(desired=wish), at=20.0)) == [Assign]
     node.after(sent(2, boundary=True))
     assert node.after(at=69.0) == ()
     assert kinds(node.after(at=70.0)) == [End]
@@ -182,12 +182,12 @@ def test_a_wish_for_a_checkpoint_goes_once_to_a_worker_that_has_a_plan() -> None
     ready = WorkerSaid(incarnation=A, message=Ready(pid=100, card="127.0.0.1:1"))
     assert node.after(ready) == (), "it does not train"
     both = replace(desired(generation=1), save=1)
-    assert kinds(node.after(Assigned(desired=both))) == [SendPlan]
+    assert kinds(node.after(Assigned(desired=both))) == [Assign]
     after = node.after(sent(1))
-    assert after == (SendSave(incarnation=A, number=1),)
-    assert node.after(SendSave(incarnation=A, number=1), Assigned(desired=both)) == ()
+    assert after == (Send(incarnation=A, message=Save(number=1)),)
+    assert node.after(Send(incarnation=A, message=Save(number=1)), Assigned(desired=both)) == ()
     newer = replace(both, save=2)
-    assert node.after(Assigned(desired=newer)) == (SendSave(incarnation=A, number=2),)
+    assert node.after(Assigned(desired=newer)) == (Send(incarnation=A, message=Save(number=2)),)
 
 
 def test_the_last_words_on_checkpoints_are_kept() -> None:
@@ -216,14 +216,14 @@ def test_each_attempt_at_measuring_goes_to_a_ready_worker_once() -> None:
     node.after(ForkAsked(slot=0, incarnation=A))
     assert node.after(WorkerForked(incarnation=A, pid=100)) == (), "it is not ready"
     ready = WorkerSaid(incarnation=A, message=Ready(pid=100, card="127.0.0.1:1"))
-    assert node.after(ready) == (SendMeasure(incarnation=A, wish=Measure(attempt=1)),)
-    assert node.after(SendMeasure(incarnation=A, wish=Measure(attempt=1))) == ()
+    assert node.after(ready) == (Send(incarnation=A, message=Measure(attempt=1)),)
+    assert node.after(Send(incarnation=A, message=Measure(attempt=1))) == ()
     answer = Measured(attempt=1, measurement=None, problem="none")
     assert node.after(WorkerSaid(incarnation=A, message=answer)) == ()
     assert node.state.workers[A].measured == (answer,)
-    assert kinds(node.after(Assigned(desired=measuring(2)))) == [SendMeasure]
+    assert kinds(node.after(Assigned(desired=measuring(2)))) == [Measure]
     assert (
-        node.after(SendMeasure(incarnation=A, wish=Measure(attempt=2)), Assigned(desired=desired()))
+        node.after(Send(incarnation=A, message=Measure(attempt=2)), Assigned(desired=desired()))
         == ()
     )
     assert node.state.workers[A].measured == (), "of an older attempt"
@@ -233,8 +233,8 @@ def test_a_worker_that_stands_by_measures_now_and_then() -> None:
     node = Node().with_worker()
     node.after(Assigned(desired=desired(generation=1)), sent(1))
     alone = replace(desired(), measure=Measure(attempt=1, alone=True))
-    first = SendMeasure(incarnation=A, wish=Measure(attempt=1, alone=True))
-    second = SendMeasure(incarnation=A, wish=Measure(attempt=2, alone=True))
+    first = Send(incarnation=A, message=Measure(attempt=1, alone=True))
+    second = Send(incarnation=A, message=Measure(attempt=2, alone=True))
     assert node.after(Assigned(desired=alone), at=100.0) == (), "it was measured until now"
     assert first not in node.after(at=159.9)
     assert first in node.after(at=160.0)
@@ -247,10 +247,10 @@ def test_a_worker_that_stands_by_measures_now_and_then() -> None:
     assert node.state.workers[A].measured == (answer,)
     assert second in node.after(at=226.0)
     node.after(second, WorkerSaid(incarnation=A, message=answer), at=227.0)
-    assert SendMeasure not in kinds(node.after(at=286.9))
-    assert SendMeasure in kinds(node.after(at=287.0))
+    assert Measure not in kinds(node.after(at=286.9))
+    assert Measure in kinds(node.after(at=287.0))
     node.after(Assigned(desired=desired(generation=2)), at=287.0)
-    assert kinds(node.after(at=300.0)) == [SendPlan], "it is taken back"
+    assert kinds(node.after(at=300.0)) == [Assign], "it is taken back"
 
 
 def test_a_worker_with_a_plan_measures_nothing_and_its_answers_are_forgotten() -> None:
@@ -258,7 +258,7 @@ def test_a_worker_with_a_plan_measures_nothing_and_its_answers_are_forgotten() -
     node.after(Assigned(desired=measuring(1)))
     answer = Measured(attempt=1, measurement=None)
     node.after(
-        SendMeasure(incarnation=A, wish=Measure(attempt=1)),
+        Send(incarnation=A, message=Measure(attempt=1)),
         WorkerSaid(incarnation=A, message=answer),
     )
     node.after(Assigned(desired=desired(generation=1)))
@@ -272,8 +272,8 @@ def test_a_worker_is_told_which_records_the_master_has() -> None:
         told = Acknowledged(step=step, evaluation=step - 1)
         return RecordsStored(job_id=JobId(job), acknowledged=told)
 
-    def telling(step: int) -> SendAcknowledged:
-        return SendAcknowledged(incarnation=A, acknowledged=stored(step).acknowledged)
+    def telling(step: int) -> Send:
+        return Send(incarnation=A, message=stored(step).acknowledged)
 
     node = Node().with_worker()
     node.after(Assigned(desired=desired(generation=1)))
@@ -291,7 +291,7 @@ def test_a_plan_is_not_sent_before_the_worker_is_ready() -> None:
     node.after(ForkAsked(slot=0, incarnation=A))
     assert node.after(WorkerForked(incarnation=A, pid=100)) == ()
     ready = WorkerSaid(incarnation=A, message=Ready(pid=100, card="127.0.0.1:1"))
-    assert kinds(node.after(ready)) == [SendPlan]
+    assert kinds(node.after(ready)) == [Assign]
 
 
 def test_a_dead_worker_is_replaced_at_once() -> None:
@@ -332,16 +332,16 @@ def test_a_worker_that_met_a_fault_of_ours_is_replaced() -> None:
 def test_another_job_stops_the_worker_first_and_forks_when_it_is_gone() -> None:
     node = Node().with_worker()
     (stop,) = node.after(Assigned(desired=desired("demo-2")))
-    assert stop == StopWorker(incarnation=A, reason="another job begins")
-    assert node.after(StopWorker(incarnation=A, reason="")) == ()
+    assert stop == Send(incarnation=A, message=Stop(reason="another job begins"))
+    assert node.after(Send(incarnation=A, message=Stop(reason=""))) == ()
     assert node.state.serving() == []
     assert kinds(node.after(WorkerExited(incarnation=A))) == [ForkWorker]
 
 
 def test_stop_is_followed_by_kill_after_its_grace() -> None:
     node = Node().with_worker()
-    assert kinds(node.after(Assigned(desired=Assignment(version=2)), at=5.0)) == [StopWorker]
-    assert node.after(StopWorker(incarnation=A, reason="")) == ()
+    assert kinds(node.after(Assigned(desired=Assignment(version=2)), at=5.0)) == [Stop]
+    assert node.after(Send(incarnation=A, message=Stop(reason=""))) == ()
     assert node.wake_at() == 5.0 + STOP_GRACE_S
     assert kinds(node.after(at=5.0 + STOP_GRACE_S)) == [KillWorker]
     assert node.after(KillWorker(incarnation=A, reason="")) == ()
@@ -410,8 +410,8 @@ def test_a_fork_without_an_answer_means_a_hanging_warm_process() -> None:
 
 def test_shutdown_ends_workers_then_the_warm_process_then_the_agent() -> None:
     node = Node().with_worker()
-    assert kinds(node.after(ShutDown())) == [StopWorker]
-    node.after(StopWorker(incarnation=A, reason=""))
+    assert kinds(node.after(ShutDown())) == [Stop]
+    node.after(Send(incarnation=A, message=Stop(reason="")))
     assert kinds(node.after(WorkerExited(incarnation=A))) == [KillWarm]
     node.after(KillWarm(reason=""))
     assert not decide(node.state, 0.0).done

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from oobleck.agent.connection.reports import newest_plan
-from oobleck.agent.events import Assigned, ForkAsked, SendPlan, StartWarm, WarmReady, WorkerForked
+from oobleck.agent.events import Assigned, ForkAsked, Send, StartWarm, WarmReady, WorkerForked
 from oobleck.agent.events import WorkerSaid as Said
 from oobleck.core.codec import encode
 from oobleck.core.ids import Generation, Incarnation, NodeName, WorkerId
@@ -89,8 +89,8 @@ def test_a_worker_gets_what_the_master_decided() -> None:
     agent.after(ForkAsked(slot=0, incarnation=B), WorkerForked(incarnation=B, pid=100))
     ready = Ready(pid=100, card="127.0.0.1:1", data=ASSIGN.data)
     (send,) = agent.after(Said(incarnation=B, message=ready))
-    assert isinstance(send, SendPlan)
-    read = msgspec.json.decode(frame(send.assign)[4:], type=ToWorker)  # type: ignore[arg-type]
+    assert isinstance(send, Send)
+    read = msgspec.json.decode(frame(send.message)[4:], type=ToWorker)  # type: ignore[arg-type]
     assert read == ASSIGN
 
 

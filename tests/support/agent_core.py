@@ -10,7 +10,7 @@ from oobleck.agent.events import (
     Assigned,
     Event,
     ForkAsked,
-    SendPlan,
+    Send,
     SessionBegan,
     StartWarm,
     WarmReady,
@@ -55,11 +55,11 @@ def desired(
     )
 
 
-def sent(generation: int, *, boundary: bool = False) -> SendPlan:
+def sent(generation: int, *, boundary: bool = False) -> Send:
     """Return the action that hands worker A a plan of that generation."""
     assign = desired(generation=generation).assign
     assert assign is not None
-    return SendPlan(incarnation=A, assign=replace(assign, boundary=boundary))
+    return Send(incarnation=A, message=replace(assign, boundary=boundary))
 
 
 class Node:
