@@ -104,8 +104,6 @@ def test_lost_node_and_its_return(small_cluster: LocalCluster, text: str) -> Non
     agent = Scraped(address_of(cluster.log))
     assert {family.name for family in of_agent.FAMILIES} <= agent.names
     assert agent(of_agent.UP, slot="0") == agent(of_agent.HEARD) == 1
-    assert agent(of_agent.GENERATION, slot="0") == 3
-    assert 0 < agent(of_agent.STEP, slot="0") <= cluster.last_step(job_id) + 1
     assert agent(of_agent.RESIDENT, slot="0") > 1 << 20
     assert 0 < agent(of_agent.AVAILABLE) < agent(of_agent.MEMORY)
     assert agent(of_agent.SENT, interface="lo") > 0
