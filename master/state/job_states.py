@@ -18,6 +18,7 @@ Owns the losses of a job, too. Must not know what else an event changes.
 """
 
 from collections.abc import Mapping
+from typing import get_args
 
 from oobleck.master.events.jobs import (
     FirstStepCommitted,
@@ -31,75 +32,54 @@ from oobleck.master.events.jobs import (
     PlanMade,
     ProfileChosen,
 )
-from oobleck.master.events.nodes import (
-    NodeDrained,
-    NodeLeftOut,
-    NodeLost,
-    NodeReset,
-    WorkerLost,
-)
+from oobleck.master.events.nodes import NodeReset
 from oobleck.master.events.unions import Journaled
 from oobleck.master.state.job import DeclaredLoss, Job, JobState
 from oobleck.master.state.job_observed import LossSeen
 
-TRANSITIONS: Mapping[tuple[JobState, type[Journaled]], JobState] = {
-    ("queued", JobStarted): "starting",
-    ("queued", JobCancelled): "cancelled",
-    ("starting", JobWaiting): "waiting for nodes",
-    ("starting", MeasuringStarted): "profiling",
-    ("starting", ProfileChosen): "starting",
-    ("starting", PlanMade): "starting",
-    ("starting", FirstStepCommitted): "running",
-    ("starting", NodeLost): "starting",
-    ("starting", WorkerLost): "starting",
-    ("starting", NodeLeftOut): "starting",
-    ("starting", NodeReset): "starting",
-    ("starting", NodeDrained): "starting",
-    ("starting", JobPutBack): "queued",
-    ("starting", JobSucceeded): "succeeded",
-    ("starting", JobFailed): "failed",
-    ("starting", JobCancelled): "cancelled",
-    ("profiling", JobWaiting): "waiting for nodes",
-    ("profiling", MeasuringStarted): "profiling",
-    ("profiling", ProfileChosen): "starting",
-    ("profiling", JobPutBack): "queued",
-    ("profiling", JobFailed): "failed",
-    ("profiling", JobCancelled): "cancelled",
-    ("running", PlanMade): "reconfiguring",
-    ("running", NodeLost): "reconfiguring",
-    ("running", WorkerLost): "reconfiguring",
-    ("running", NodeLeftOut): "reconfiguring",
-    ("running", NodeReset): "reconfiguring",
-    ("running", NodeDrained): "reconfiguring",
-    ("running", JobWaiting): "waiting for nodes",
-    ("running", JobPutBack): "queued",
-    ("running", JobSucceeded): "succeeded",
-    ("running", JobFailed): "failed",
-    ("running", JobCancelled): "cancelled",
-    ("reconfiguring", JobWaiting): "waiting for nodes",
-    ("reconfiguring", PlanMade): "reconfiguring",
-    ("reconfiguring", FirstStepCommitted): "running",
-    ("reconfiguring", NodeLost): "reconfiguring",
-    ("reconfiguring", WorkerLost): "reconfiguring",
-    ("reconfiguring", NodeLeftOut): "reconfiguring",
-    ("reconfiguring", NodeReset): "reconfiguring",
-    ("reconfiguring", NodeDrained): "reconfiguring",
-    ("reconfiguring", JobPutBack): "queued",
-    ("reconfiguring", JobSucceeded): "succeeded",
-    ("reconfiguring", JobFailed): "failed",
-    ("reconfiguring", JobCancelled): "cancelled",
-    ("waiting for nodes", JobStarted): "starting",
-    ("waiting for nodes", JobPutBack): "queued",
-    ("waiting for nodes", JobWaiting): "waiting for nodes",
-    ("waiting for nodes", PlanMade): "reconfiguring",
-    ("waiting for nodes", FirstStepCommitted): "waiting for nodes",
-    ("waiting for nodes", NodeLost): "waiting for nodes",
-    ("waiting for nodes", WorkerLost): "waiting for nodes",
-    ("waiting for nodes", NodeLeftOut): "waiting for nodes",
-    ("waiting for nodes", NodeDrained): "waiting for nodes",
-    ("waiting for nodes", JobSucceeded): "succeeded",
-    ("waiting for nodes", JobFailed): "failed",
-    ("waiting for nodes", JobCancelled): "cancelled",
+_LOSSES: tuple[type[Journaled], ...] = get_args(DeclaredLoss)
+#: Events that any job under way may get, but for one that is measured: it cannot succeed.
+_AT_ANY_TIME: Mapping[type[Journaled], JobState] = {
+    JobWaiting: "waiting for nodes",
+    JobPutBack: "queued",
+    JobSucceeded: "succeeded",
+    JobFailed: "failed",
+    JobCancelled: "cancelled",
+}
+TRANSITIONS: Mapping[JobState, Mapping[type[Journaled], JobState]] = {
+    "queued": {JobStarted: "starting", JobCancelled: "cancelled"},
+    "starting": {
+        **_AT_ANY_TIME,
+        **dict.fromkeys(_LOSSES, "starting"),
+        MeasuringStarted: "profiling",
+        ProfileChosen: "starting",
+        PlanMade: "starting",
+        FirstStepCommitted: "running",
+    },
+    "profiling": {
+        **{event: to for event, to in _AT_ANY_TIME.items() if event is not JobSucceeded},
+        MeasuringStarted: "profiling",
+        ProfileChosen: "starting",
+    },
+    "running": {
+        **_AT_ANY_TIME,
+        **dict.fromkeys(_LOSSES, "reconfiguring"),
+        PlanMade: "reconfiguring",
+    },
+    "reconfiguring": {
+        **_AT_ANY_TIME,
+        **dict.fromkeys(_LOSSES, "reconfiguring"),
+        PlanMade: "reconfiguring",
+        FirstStepCommitted: "running",
+    },
+    "waiting for nodes": {
+        **_AT_ANY_TIME,
+        # A node is reset for a rendezvous of the others, and there is none.
+        **{loss: "waiting for nodes" for loss in _LOSSES if loss is not NodeReset},
+        JobStarted: "starting",
+        PlanMade: "reconfiguring",
+        FirstStepCommitted: "waiting for nodes",
+    },
 }
 
 
@@ -115,7 +95,7 @@ class InvalidTransition(Exception):
 
 def move(job: Job, event: Journaled) -> None:
     """Bring the job into the state that `event` leads to. Raises InvalidTransition."""
-    to = TRANSITIONS.get((job.state, type(event)))
+    to = TRANSITIONS.get(job.state, {}).get(type(event))
     if to is None:
         raise InvalidTransition(job, event)
     if to == "running" and job.current.losses:
