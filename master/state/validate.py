@@ -4,10 +4,8 @@ A state that breaks one of them follows from no history that the rules allow. An
 would be wrong, so `oobleck-master --validate` ends. Pure; looks at everything and changes nothing.
 """
 
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator
-from itertools import pairwise
-from typing import TypeVar
+from collections.abc import Collection, Iterator
+from itertools import chain, pairwise
 
 from oobleck.core.ids import NodeName, WorkerId
 from oobleck.master.events.nodes import NodeYielded, WorkerLost
@@ -15,10 +13,6 @@ from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.job import ENDED, CurrentPlan, Job, Loss
 from oobleck.master.state.node import Node
 from oobleck.planner.recovery.course import adds_holders
-
-T = TypeVar("T")
-#: Sentence, and whether it holds for one part of a state.
-Invariant = tuple[str, Callable[[ClusterState, T], bool]]
 
 
 class InvariantViolation(Exception):
@@ -41,19 +35,15 @@ def validate(state: ClusterState, known: Collection[str] = ()) -> None:
 
 def violations(state: ClusterState) -> Iterator[InvariantViolation]:
     """Yield a violation for each invariant that does not hold."""
-    yield from _broken(OF_THE_CLUSTER, state, "the cluster", state)
+    for sentence in _of_the_cluster(state):
+        yield InvariantViolation(sentence, "the cluster")
     for job in state.jobs.values():
-        yield from _broken(OF_A_JOB, state, f"job {job.id}", job)
+        sentences = (_of_a_job(state, job), _of_its_plans(state, job), _of_its_progress(job))
+        for sentence in chain(*sentences):
+            yield InvariantViolation(sentence, f"job {job.id}")
     for node in state.nodes.values():
-        yield from _broken(OF_A_NODE, state, f"node {node.facts.node}", node)
-
-
-def _broken(
-    invariants: tuple[Invariant[T], ...], state: ClusterState, subject: str, of: T
-) -> Iterator[InvariantViolation]:
-    for sentence, holds in invariants:
-        if not holds(state, of):
-            yield InvariantViolation(sentence, subject)
+        for sentence in _of_a_node(state, node):
+            yield InvariantViolation(sentence, f"node {node.facts.node}")
 
 
 def _under_way(job: Job) -> bool:
@@ -66,10 +56,6 @@ def _hits_plan(job: Job, loss: Loss) -> bool:
             job.current.made is not None and loss.worker in job.current.made.leaving
         )
     return loss.node in _nodes_of_plan(job)
-
-
-def _trains(current: CurrentPlan) -> bool:
-    return current.made is not None and not current.on_the_way and not current.losses
 
 
 def _has_its_members(current: CurrentPlan) -> bool:
@@ -159,288 +145,170 @@ def _desires(state: ClusterState, node: Node) -> bool:
     return not desired.save and desired.attempt in (0, measuring)
 
 
-OF_THE_CLUSTER: tuple[Invariant[ClusterState], ...] = (
-    (
-        "all and only the jobs that are neither queued nor ended have the turn: one at most",
-        lambda state, _: (
-            [job.id for job in state.jobs.values() if _under_way(job)]
-            == ([] if state.active is None else [state.active])
-        ),
-    ),
-    (
-        "jobs and nodes are known by their own names, and jobs by their requests",
-        lambda state, _: (
-            all(name == job.id for name, job in state.jobs.items())
-            and all(name == node.facts.node for name, node in state.nodes.items())
-            and state.requests == {job.request_id: job.id for job in state.jobs.values()}
-        ),
-    ),
-    (
-        "no more jobs are known than were submitted",
-        lambda state, _: len(state.jobs) <= state.submissions,
-    ),
-    (
-        "every stream belongs to one node",
-        lambda state, _: (
-            max(
-                Counter(
-                    node.seen.session
-                    for node in state.nodes.values()
-                    if node.seen.session is not None
-                ).values(),
-                default=1,
-            )
-            == 1
-        ),
-    ),
-    (
-        "a token that was used knows the key and the name that joined by it",
-        lambda state, _: all(
-            (token.key == "") == (token.joined == "") for token in state.trust.tokens.values()
-        ),
-    ),
-)
+def _of_the_cluster(state: ClusterState) -> Iterator[str]:
+    """Yield the invariants of the cluster as a whole that do not hold."""
+    active = [] if state.active is None else [state.active]
+    if [job.id for job in state.jobs.values() if _under_way(job)] != active:
+        yield "all and only the jobs that are neither queued nor ended have the turn: one at most"
+    if not (
+        all(name == job.id for name, job in state.jobs.items())
+        and all(name == node.facts.node for name, node in state.nodes.items())
+        and state.requests == {job.request_id: job.id for job in state.jobs.values()}
+    ):
+        yield "jobs and nodes are known by their own names, and jobs by their requests"
+    if len(state.jobs) > state.submissions:
+        yield "no more jobs are known than were submitted"
+    sessions = [node.seen.session for node in state.nodes.values() if node.seen.session is not None]
+    if len(set(sessions)) < len(sessions):
+        yield "every stream belongs to one node"
+    if not all((token.key == "") == (token.joined == "") for token in state.trust.tokens.values()):
+        yield "a token that was used knows the key and the name that joined by it"
 
-OF_A_JOB: tuple[Invariant[Job], ...] = (
-    (
-        "all and only ended jobs have a time of their end",
-        lambda _, job: (job.state in ENDED) == (job.finished_at > 0.0),
-    ),
-    (
-        "an ended job has no open loss, incident or wait, and keeps its newest plan alone",
-        lambda _, job: (
-            job.state not in ENDED
-            or not (
-                job.current.losses
-                or job.incident
-                or job.slowdown
-                or job.waiting_since
-                or job.lineage.plans
-                or job.lineage.before
-                or job.current.base
-            )
-        ),
-    ),
-    (
-        "all and only jobs that are profiling have an attempt at measuring",
-        lambda _, job: (job.state == "profiling") == (job.profiling.under_way is not None),
-    ),
-    (
-        "the attempt under way is the newest",
-        lambda _, job: (
-            job.profiling.under_way is None
-            or job.profiling.under_way.wish.attempt == job.profiling.attempts
-        ),
-    ),
-    (
-        "a job that waits for nodes knows since when",
-        lambda _, job: job.state != "waiting for nodes" or job.waiting_since > 0.0,
-    ),
-    (
-        "a running job has committed a step in its newest generation, and has lost nothing",
-        lambda _, job: job.state != "running" or _trains(job.current),
-    ),
-    (
-        "a reconfiguring job has a plan",
-        lambda _, job: job.state != "reconfiguring" or job.current.made is not None,
-    ),
-    (
-        "a job has started as soon as a step was committed",
-        lambda _, job: (job.started_at > 0.0) == (job.current.trained is not None),
-    ),
-    (
-        "generations only grow, and none has committed a step or was entered at once that is "
-        "newer than the newest plan's",
-        lambda _, job: _generations_grow(job),
-    ),
-    (
-        "plans are kept by their generation, the newest one among them until the job ends",
-        lambda _, job: (
-            all(generation == plan.generation for generation, plan in job.lineage.plans.items())
-            and (
-                job.current.made is None
-                or job.state in ENDED
-                or job.current.generation in job.lineage.plans
-            )
-        ),
-    ),
-    (
-        "all and only plans with other routes than of templates or recut have one that they come "
-        "from, until the job ends",
-        lambda _, job: job.state in ENDED or _has_base(job.current),
-    ),
-    (
-        "what the plan comes from that is trained in is known, and the same if that is the newest",
-        lambda _, job: (
-            job.current.trained_base is None
-            if job.current.trained is None
-            else job.current.on_the_way or job.current.trained_base == job.current.base
-        ),
-    ),
-    (
-        "every worker of a plan has a process of its own, and leaves or takes part",
-        lambda _, job: _lists_match(job),
-    ),
-    (
-        "the newest plan counts on no process that was replaced",
-        lambda _, job: (
-            job.current.made is None
-            or job.lineage.replaced.keys().isdisjoint(job.current.made.incarnations)
-        ),
-    ),
-    (
-        "every open loss is one of the newest plan's nodes or workers",
-        lambda _, job: all(_hits_plan(job, loss) for loss in job.current.losses),
-    ),
-    (
-        "members are the newest plan's nodes that are not lost",
-        lambda _, job: _has_its_members(job.current),
-    ),
-    (
-        "a node that is left out is no member of a job that goes on",
-        lambda _, job: (
-            job.state in ENDED or not any(job.current.has_member(name) for name in job.left_out)
-        ),
-    ),
-    (
-        "every member is known and registered, as long as the job has the turn",
-        lambda state, job: (
-            state.active != job.id
-            or all(
-                name in state.nodes and state.nodes[name].registered for name in job.current.members
-            )
-        ),
-    ),
-    (
-        "the templates cover every plan",
-        lambda _, job: (
-            job.current.made is None or len(job.current.made.plan.nodes) <= job.lineage.most_nodes
-        ),
-    ),
-    (
-        "an open failure has a setback",
-        lambda _, job: job.incident is None or bool(job.incident.setbacks),
-    ),
-    (
-        "incidents have numbers of their own, and the newest is open or the last one that is over",
-        lambda _, job: _numbers_incidents(job),
-    ),
-    (
-        "a slowdown is open while there are slow workers, and tells of all of them",
-        lambda _, job: (
-            (job.slowdown is None) == (not job.slow) and _still_slow(job) == job.slow.keys()
-        ),
-    ),
-    (
-        "slow workers are of registered nodes and of processes that the newest plan has not "
-        "replaced, and only a job that has the turn knows any",
-        lambda state, job: not job.slow or (_under_way(job) and _knows_slow(state, job)),
-    ),
-    (
-        "processes that have stood by are none that the newest plan has replaced, only a job that "
-        "has the turn knows any, and their times by this master's clock",
-        lambda _, job: not job.stand_bys or (_under_way(job) and _knows_stand_bys(job)),
-    ),
-    (
-        "steps are done again only after a way back to a checkpoint",
-        lambda _, job: not job.rollback.redo_until or job.rollback.restored is not None,
-    ),
-    (
-        "lost records are counted, and their ranges follow on each other",
-        lambda _, job: (
-            sum(len(lost.steps) for lost in job.lost.last) <= job.lost.steps
-            and all(a.last < b.first for a, b in pairwise(job.lost.last))
-        ),
-    ),
-    (
-        "the last requests for checkpoints have numbers up to the newest",
-        lambda _, job: max(job.saves.numbers.values(), default=0) <= job.saves.requested,
-    ),
-    (
-        "only a checkpoint has a time at which it was told of",
-        lambda _, job: job.saves.checkpoint is not None or not job.saves.checkpoint_at,
-    ),
-    (
-        "only the recovery into a generation that has committed no step has a timeline",
-        lambda _, job: job.seen.timeline is None or job.current.on_the_way,
-    ),
-    (
-        "a loss has its first evidence before its declaration",
-        lambda _, job: (
-            job.seen.loss is None or job.seen.loss.evidence_at <= job.seen.loss.declared_at
-        ),
-    ),
-    (
-        "a loss that no plan has answered has been declared",
-        lambda _, job: (
-            job.seen.loss is not None
-            or all(isinstance(loss, NodeYielded) for loss in job.current.losses)
-        ),
-    ),
-    (
-        "records follow each other, and none is newer than the newest committed step",
-        lambda _, job: _counts_progress(job),
-    ),
-    (
-        "processes have entered generations whose plans are kept alone, and received for these",
-        lambda _, job: (
-            all(e <= job.lineage.plans.keys() for e in job.seen.processes.entered.values())
-            and all(r.generation in job.lineage.plans for r in job.seen.processes.received.values())
-        ),
-    ),
-)
 
-OF_A_NODE: tuple[Invariant[Node], ...] = (
-    (
-        "a lost node has no stream, is to do nothing, and says why and since when",
-        lambda _, node: (
-            node.registered
-            or (
-                node.seen.session is None
-                and node.desired.job_id is None
-                and node.lost_at > 0.0
-                and node.reason != ""
-            )
-        ),
-    ),
-    (
-        "stale workers are those of a registered node, which is to do nothing until they are gone",
-        lambda _, node: not node.stale_workers or (node.registered and node.desired.job_id is None),
-    ),
-    (
-        "a held node is to do nothing, and has no workers of this master's",
-        lambda _, node: (
-            node.held is None or (not node.stale_workers and node.desired.job_id is None)
-        ),
-    ),
-    (
-        "a node does what the active job wants: its newest generation if it is a member, else "
-        "to get ready, or to measure",
-        _desires,
-    ),
-    (
-        "all and only nodes whose drain is done are told that they may end",
-        lambda _, node: node.desired.drained == (node.drain is not None and node.drain.done),
-    ),
-    (
-        "a drain that is done is kept from nothing",
-        lambda _, node: node.drain is None or not (node.drain.done and node.drain.kept),
-    ),
-    (
-        "all and only quarantines end by themselves",
-        lambda _, node: (
-            node.drain is None or (node.drain.by == "quarantine") == (node.drain.until > 0.0)
-        ),
-    ),
-    (
-        "all and only nodes that are to do something have had the time since to prepare",
-        lambda _, node: (node.seen.assigned_at is None) == (node.desired.job_id is None),
-    ),
-    (
-        "an open stream has a beginning and no end",
-        lambda _, node: (
-            node.seen.session is None
-            or (node.seen.opened_at is not None and node.seen.closed_at is None)
-        ),
-    ),
-)
+def _of_a_job(state: ClusterState, job: Job) -> Iterator[str]:
+    """Yield the invariants of a job that do not hold."""
+    current, profiling, saves = job.current, job.profiling, job.saves
+    if (job.state in ENDED) != (job.finished_at > 0.0):
+        yield "all and only ended jobs have a time of their end"
+    opened = current.losses or job.incident or job.slowdown or job.waiting_since
+    if job.state in ENDED and (opened or job.lineage.plans or job.lineage.before or current.base):
+        yield "an ended job has no open loss, incident or wait, and keeps its newest plan alone"
+    if (job.state == "profiling") != (profiling.under_way is not None):
+        yield "all and only jobs that are profiling have an attempt at measuring"
+    if profiling.under_way and profiling.under_way.wish.attempt != profiling.attempts:
+        yield "the attempt under way is the newest"
+    if job.state == "waiting for nodes" and not job.waiting_since:
+        yield "a job that waits for nodes knows since when"
+    if job.state == "running" and (current.made is None or current.on_the_way or current.losses):
+        yield "a running job has committed a step in its newest generation, and has lost nothing"
+    if job.state == "reconfiguring" and current.made is None:
+        yield "a reconfiguring job has a plan"
+    if (job.started_at > 0.0) != (current.trained is not None):
+        yield "a job has started as soon as a step was committed"
+    if job.incident is not None and not job.incident.setbacks:
+        yield "an open failure has a setback"
+    if not _numbers_incidents(job):
+        yield (
+            "incidents have numbers of their own, and the newest is open or the last one "
+            "that is over"
+        )
+    if (job.slowdown is None) != (not job.slow) or _still_slow(job) != job.slow.keys():
+        yield "a slowdown is open while there are slow workers, and tells of all of them"
+    if job.slow and not (_under_way(job) and _knows_slow(state, job)):
+        yield (
+            "slow workers are of registered nodes and of processes that the newest plan has "
+            "not replaced, and only a job that has the turn knows any"
+        )
+    if job.stand_bys and not (_under_way(job) and _knows_stand_bys(job)):
+        yield (
+            "processes that have stood by are none that the newest plan has replaced, only a "
+            "job that has the turn knows any, and their times by this master's clock"
+        )
+    if job.rollback.redo_until and job.rollback.restored is None:
+        yield "steps are done again only after a way back to a checkpoint"
+    if max(saves.numbers.values(), default=0) > saves.requested:
+        yield "the last requests for checkpoints have numbers up to the newest"
+    if saves.checkpoint is None and saves.checkpoint_at:
+        yield "only a checkpoint has a time at which it was told of"
+
+
+def _of_its_plans(state: ClusterState, job: Job) -> Iterator[str]:
+    """Yield the invariants of a job's plans that do not hold."""
+    current, made, lineage = job.current, job.current.made, job.lineage
+    if not _generations_grow(job):
+        yield (
+            "generations only grow, and none has committed a step or was entered at once "
+            "that is newer than the newest plan's"
+        )
+    if not (
+        all(generation == plan.generation for generation, plan in lineage.plans.items())
+        and (made is None or job.state in ENDED or current.generation in lineage.plans)
+    ):
+        yield "plans are kept by their generation, the newest one among them until the job ends"
+    if job.state not in ENDED and not _has_base(current):
+        yield (
+            "all and only plans with other routes than of templates or recut have one that "
+            "they come from, until the job ends"
+        )
+    if not (
+        current.trained_base is None
+        if current.trained is None
+        else current.on_the_way or current.trained_base == current.base
+    ):
+        yield (
+            "what the plan comes from that is trained in is known, and the same if that is "
+            "the newest"
+        )
+    if not _lists_match(job):
+        yield "every worker of a plan has a process of its own, and leaves or takes part"
+    if made is not None and not lineage.replaced.keys().isdisjoint(made.incarnations):
+        yield "the newest plan counts on no process that was replaced"
+    if not all(_hits_plan(job, loss) for loss in current.losses):
+        yield "every open loss is one of the newest plan's nodes or workers"
+    if not _has_its_members(current):
+        yield "members are the newest plan's nodes that are not lost"
+    if job.state not in ENDED and any(current.has_member(name) for name in job.left_out):
+        yield "a node that is left out is no member of a job that goes on"
+    if state.active == job.id and not all(
+        name in state.nodes and state.nodes[name].registered for name in current.members
+    ):
+        yield "every member is known and registered, as long as the job has the turn"
+    if made is not None and len(made.plan.nodes) > lineage.most_nodes:
+        yield "the templates cover every plan"
+
+
+def _of_its_progress(job: Job) -> Iterator[str]:
+    """Yield the invariants of a job's records and observations that do not hold."""
+    current, plans, seen = job.current, job.lineage.plans, job.seen
+    if not (
+        sum(len(lost.steps) for lost in job.lost.last) <= job.lost.steps
+        and all(a.last < b.first for a, b in pairwise(job.lost.last))
+    ):
+        yield "lost records are counted, and their ranges follow on each other"
+    if seen.timeline is not None and not current.on_the_way:
+        yield "only the recovery into a generation that has committed no step has a timeline"
+    if seen.loss is not None and seen.loss.evidence_at > seen.loss.declared_at:
+        yield "a loss has its first evidence before its declaration"
+    if seen.loss is None and not all(isinstance(loss, NodeYielded) for loss in current.losses):
+        yield "a loss that no plan has answered has been declared"
+    if not _counts_progress(job):
+        yield "records follow each other, and none is newer than the newest committed step"
+    if not (
+        all(e <= plans.keys() for e in seen.processes.entered.values())
+        and all(r.generation in plans for r in seen.processes.received.values())
+    ):
+        yield (
+            "processes have entered generations whose plans are kept alone, and received for these"
+        )
+
+
+def _of_a_node(state: ClusterState, node: Node) -> Iterator[str]:
+    """Yield the invariants of a node that do not hold."""
+    drain, desired, seen = node.drain, node.desired, node.seen
+    idle = desired.job_id is None
+    if not node.registered and not (
+        seen.session is None and idle and node.lost_at > 0.0 and node.reason
+    ):
+        yield "a lost node has no stream, is to do nothing, and says why and since when"
+    if node.stale_workers and not (node.registered and idle):
+        yield (
+            "stale workers are those of a registered node, which is to do nothing until they "
+            "are gone"
+        )
+    if node.held is not None and (node.stale_workers or not idle):
+        yield "a held node is to do nothing, and has no workers of this master's"
+    if not _desires(state, node):
+        yield (
+            "a node does what the active job wants: its newest generation if it is a member, "
+            "else to get ready, or to measure"
+        )
+    if desired.drained != (drain is not None and drain.done):
+        yield "all and only nodes whose drain is done are told that they may end"
+    if drain is not None and drain.done and drain.kept:
+        yield "a drain that is done is kept from nothing"
+    if drain is not None and (drain.by == "quarantine") != (drain.until > 0.0):
+        yield "all and only quarantines end by themselves"
+    if (seen.assigned_at is None) != idle:
+        yield "all and only nodes that are to do something have had the time since to prepare"
+    if seen.session is not None and (seen.opened_at is None or seen.closed_at is not None):
+        yield "an open stream has a beginning and no end"
