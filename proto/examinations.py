@@ -1,12 +1,14 @@
 """Conversion of a doctor's orders, answers and findings to messages and back."""
 
+from typing import get_args
+
 import msgspec
 
-from oobleck.core.finding import Finding
+from oobleck.core.finding import Finding, Level
 from oobleck.core.orders import Answer, Order
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto.bounds import check_bounds
-from oobleck.proto.checks import in_field
+from oobleck.proto.checks import in_field, message_of, one_of, struct_of
 
 #: Most bytes of an answer; the largest come from hosts with hundreds of folders.
 MOST_ANSWER_BYTES = 1 << 20
@@ -42,28 +44,10 @@ def read_answer(message: pb.Examined) -> Answer:
 
 
 def finding_message(finding: Finding) -> pb.Finding:
-    return pb.Finding(
-        check=finding.check,
-        level=finding.level,
-        what=finding.what,
-        fix=finding.fix,
-        node=finding.node,
-        other=finding.other,
-        figures=finding.figures,
-    )
+    return message_of(pb.Finding, finding, figures=finding.figures)
 
 
 def read_finding(message: pb.Finding) -> Finding:
     """Read a finding; raises ValueError."""
-    return msgspec.convert(
-        {
-            "check": message.check,
-            "level": message.level,
-            "what": message.what,
-            "fix": message.fix,
-            "node": message.node,
-            "other": message.other,
-            "figures": dict(message.figures),
-        },
-        Finding,
-    )
+    one_of(message.level, get_args(Level))
+    return struct_of(Finding, message, figures=dict(message.figures))

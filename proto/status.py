@@ -19,14 +19,7 @@ from oobleck.proto.checks import (
     struct_of,
 )
 from oobleck.proto.protocol import common, refusal
-from oobleck.proto.types import (
-    Assignment,
-    Head,
-    NodeFacts,
-    NodeStatus,
-    Registration,
-    WorkerStatus,
-)
+from oobleck.proto.types import Assignment, Head, NodeFacts, NodeStatus, Registration, WorkerStatus
 
 
 def status_message(status: NodeStatus) -> pb.NodeStatus:

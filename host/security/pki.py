@@ -92,15 +92,6 @@ def read_key(pem: bytes) -> Key:
     return key
 
 
-def key_number(key: Key) -> int:
-    return key.private_numbers().private_value
-
-
-def key_of_number(number: int) -> Key:
-    """Return the private key with that number. Raises ValueError."""
-    return ec.derive_private_key(number, ec.SECP256R1())
-
-
 def fingerprint(pem: bytes) -> str:
     return x509.load_pem_x509_certificate(pem).fingerprint(hashes.SHA256()).hex()
 
@@ -310,7 +301,7 @@ _KEY_BYTES = 32
 
 def format_token(credentials: Credentials) -> str:
     """Format a join token: one line of some 1,000 letters, digits, '-' and '_'."""
-    number = key_number(read_key(credentials.key))
+    number = read_key(credentials.key).private_numbers().private_value
     parts = (
         to_der(credentials.authority),
         to_der(credentials.certificate),
@@ -344,7 +335,7 @@ def read_token(text: str) -> Credentials:
         authority, certificate, number = msgspec.msgpack.decode(
             packed, type=tuple[bytes, bytes, bytes]
         )
-        key = key_of_number(int.from_bytes(number, "big"))
+        key = ec.derive_private_key(int.from_bytes(number, "big"), ec.SECP256R1())
         return Credentials(
             authority=to_pem(authority),
             certificate=to_pem(certificate),

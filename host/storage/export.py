@@ -24,12 +24,7 @@ from oobleck.core.job.families import GPT2, decode_config, family_of
 from oobleck.core.job.model import AnyModel, ModelSpec, OwnModelSpec
 from oobleck.host.storage.checkpoints import StoredCheckpoint, read_layer
 from oobleck.host.storage.folder import Folder, LocalFolder
-from oobleck.host.storage.weight_files import (
-    WeightsError,
-    check_content,
-    open_weights,
-    read_tensor,
-)
+from oobleck.host.storage.weight_files import WeightsError, check_content, open_weights, read_tensor
 
 # ---- layers under the names and in the forms of transformers
 #

@@ -14,10 +14,9 @@ is sent and written. Must not know gRPC.
 """
 
 import asyncio
-import itertools
-import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 
@@ -50,7 +49,7 @@ from oobleck.host.doctor.places import SHARED
 from oobleck.host.doctor.process import ANSWER_S, Doctor
 from oobleck.host.system.environment import Environment
 from oobleck.host.versions import installed
-from oobleck.master.clients.outbox import AgentSession
+from oobleck.master.clients.outbox import AgentSession, Questions
 from oobleck.master.config import MasterConfig
 from oobleck.master.rules.adoption import ways_on
 from oobleck.master.state.cluster import ClusterState
@@ -108,17 +107,10 @@ class Examinations:
         self._state = state
         self._environment = environment
         self._session = session
-        #: Starts at random, so that no answer to an earlier master is taken for one to this.
-        self._numbers = itertools.count(1 + secrets.randbits(32))
-        #: Answers awaited, by node and number of the order.
-        self._awaited: dict[tuple[NodeName, int], asyncio.Future[Answer]] = {}
+        self._orders = Questions[Answer]()
+        #: Takes an agent's answer.
+        self.take = self._orders.answered
         self._busy = False
-
-    def take(self, node: NodeName, number: int, answer: Answer) -> None:
-        """Pass an agent's answer to the examination that awaits it, if any."""
-        awaited = self._awaited.pop((node, number), None)
-        if awaited is not None and not awaited.done():
-            awaited.set_result(answer)
 
     async def examine(self, wish: Wish) -> AsyncGenerator[Finding, None]:
         """Examine the nodes, and yield findings. `wish.nodes` are known. Raises Busy."""
@@ -147,25 +139,16 @@ class Examinations:
             places=(Place(path=str(config.state_dir), use="journal"),),
         )
 
-    def _tell(self, node: NodeName, order: Order) -> int:
-        """Send an order without awaiting its answer. Returns its number; 0: the node has no
-        session."""
-        session = self._session(node)
-        if session is None:
-            return 0
-        number = next(self._numbers)
-        session.ask(pb.MasterMessage(examine=examine_message(number, order)))
-        return number
+    def _tell(self, node: NodeName, order: Order) -> None:
+        """Send an order without awaiting its answer, if the node has a session."""
+        if (session := self._session(node)) is not None:
+            self._orders.tell(session, partial(_message, order))
 
     async def _ask(self, node: NodeName, order: Order, limit_s: float = _ORDER_S) -> Answer:
         session = self._session(node)
         if session is None:
             return Unable(reason="it is not connected")
-        number = next(self._numbers)
-        key = node, number
-        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        self._awaited[key] = answer
-        session.ask(pb.MasterMessage(examine=examine_message(number, order)))
+        answer = self._orders.ask(session, partial(_message, order))
         until = self._environment.now() + limit_s
         try:
             while True:
@@ -177,7 +160,7 @@ class Examinations:
                 if self._environment.now() >= until:
                     return Unable(reason=f"its agent has not answered for {limit_s:.0f} s")
         finally:
-            self._awaited.pop(key, None)
+            answer.cancel()
 
 
 class _Examination:
@@ -190,7 +173,7 @@ class _Examination:
         environment: Environment,
         *,
         ask: Callable[..., Awaitable[Answer]],
-        tell: Callable[[NodeName, Order], int],
+        tell: Callable[[NodeName, Order], None],
         head: Doctor,
     ) -> None:
         self._wish = wish
@@ -419,6 +402,10 @@ class _Examination:
             if carried is not None and not carried.problem:
                 found |= {end: ways.with_rates(way, carried) for end, way in found.items()}
         return found
+
+
+def _message(order: Order, number: int) -> pb.MasterMessage:
+    return pb.MasterMessage(examine=examine_message(number, order))
 
 
 def places_of(spec: JobSpec) -> Iterator[Place]:

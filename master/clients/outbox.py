@@ -6,9 +6,12 @@ bounded, and no other task waits for it. A `Budget` bounds one sender's rate.
 """
 
 import asyncio
+import itertools
+import secrets
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 from oobleck.core.ids import Incarnation, JobId, NodeName
 from oobleck.master.rules.admission import Refusal
@@ -16,6 +19,7 @@ from oobleck.proto import control_pb2 as pb
 from oobleck.proto.assignments import assignment_message
 from oobleck.proto.types import Assignment
 
+T = TypeVar("T")
 #: Unhandled messages of one agent, from which on its stream is not read.
 _MOST_UNREAD = 256
 #: Messages of one agent read per second, and in a burst; each 4 KiB of a large one counts.
@@ -128,6 +132,38 @@ class AgentSession:
         if self._refusal is not None:
             messages.append(refused_message(self._refusal))
         return messages
+
+
+class Questions(Generic[T]):
+    """Questions to agents whose answers are awaited, by node and number."""
+
+    def __init__(self) -> None:
+        #: Starts at random, so that no answer to an earlier master is taken for one to this.
+        self._numbers = itertools.count(1 + secrets.randbits(32))
+        self._open: dict[tuple[NodeName, int], asyncio.Future[T]] = {}
+
+    def tell(self, session: AgentSession, message: Callable[[int], pb.MasterMessage]) -> int:
+        """Send the message for a new number, and return that; no answer is awaited."""
+        number = next(self._numbers)
+        session.ask(message(number))
+        return number
+
+    def ask(
+        self, session: AgentSession, message: Callable[[int], pb.MasterMessage]
+    ) -> asyncio.Future[T]:
+        """Send the message for a new number, and return the answer to come; cancel it to give
+        up."""
+        key = session.node, self.tell(session, message)
+        answer: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self._open[key] = answer
+        answer.add_done_callback(lambda _: self._open.pop(key, None))
+        return answer
+
+    def answered(self, node: NodeName, number: int, value: T) -> None:
+        """Pass an agent's answer to whoever awaits it, if anybody does."""
+        answer = self._open.get((node, number))
+        if answer is not None and not answer.done():
+            answer.set_result(value)
 
 
 class Rounds:

@@ -10,14 +10,19 @@ operator wants the job. Once the job is journaled, `oobleck.master.rules.adoptio
 plan.
 """
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
 from oobleck.core.ids import JobId, NodeName
+from oobleck.core.job.file import parse_job
 from oobleck.core.job.spec import JobSpec
 from oobleck.core.profile import Profile
+from oobleck.host.system.environment import Environment
+from oobleck.host.wheel import digest_of
+from oobleck.master.clients.outbox import AgentSession, Questions
 from oobleck.master.clients.sessions import Sessions
 from oobleck.master.config import MasterConfig
 from oobleck.master.events.jobs import (
@@ -33,25 +38,16 @@ from oobleck.master.inbox import Inbox
 from oobleck.master.rules.admission import Refusal
 from oobleck.master.rules.adoption import NotAdopted, check_adoptable, is_queued, nodes_of
 from oobleck.master.rules.questions import profile_of_adopted
+from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.job import ENDED
 from oobleck.master.state.node import Node
 from oobleck.master.state.trust import Decide, Denied, check_caller
 from oobleck.master.storage.disk import StorageFailed
 from oobleck.master.storage.ledger import Ledger
+from oobleck.proto import control_pb2 as pb
 
 if TYPE_CHECKING:
     from oobleck.host.security.pki import Identity
-import asyncio
-import itertools
-import secrets
-from collections.abc import Mapping, Sequence
-
-from oobleck.core.job.file import parse_job
-from oobleck.host.system.environment import Environment
-from oobleck.host.wheel import digest_of
-from oobleck.master.clients.outbox import AgentSession
-from oobleck.master.state.cluster import ClusterState
-from oobleck.proto import control_pb2 as pb
 
 T = TypeVar("T")
 #: Longest part of a job's name in its id.
@@ -285,18 +281,11 @@ class Adoptions:
         self._state = state
         self._now = environment.now
         self._session = session
-        #: Starts at random, so that no answer to an earlier master is taken for one to this.
-        self._numbers = itertools.count(1 + secrets.randbits(32))
-        #: Texts awaited, by node and number of the question.
-        self._asked: dict[tuple[NodeName, int], asyncio.Future[str]] = {}
+        self._questions = Questions[str]()
+        #: Takes an agent's answer: the job's text, or nothing where it has no such job.
+        self.job_told = self._questions.answered
         #: Hashes of wheels requested from nodes.
         self.wanted: set[str] = set()
-
-    def job_told(self, node: NodeName, number: int, text: str) -> None:
-        """Take an agent's answer: the job's text, or nothing where it has no such job."""
-        asked = self._asked.pop((node, number), None)
-        if asked is not None and not asked.done():
-            asked.set_result(text)
 
     async def adopt(
         self,
@@ -324,25 +313,26 @@ class Adoptions:
 
     async def _texts(self, job_id: JobId, nodes: Sequence[NodeName]) -> Mapping[NodeName, str]:
         """Return each node's text of the job. Raises NotAdopted where one does not answer."""
+
+        def question(number: int) -> pb.MasterMessage:
+            return pb.MasterMessage(tell_job=pb.TellJob(number=number, job_id=job_id))
+
         asked: dict[NodeName, asyncio.Future[str]] = {}
         try:
             for node in nodes:
-                number = next(self._numbers)
                 if (session := self._session(node)) is None:
                     raise NotAdopted(f"node {node} is not connected any more; ask again")
-                asked[node] = self._asked[node, number] = asyncio.get_running_loop().create_future()
-                question = pb.TellJob(number=number, job_id=job_id)
-                session.ask(pb.MasterMessage(tell_job=question))
+                asked[node] = self._questions.ask(session, question)
             await asyncio.wait(asked.values(), timeout=_ANSWER_S)
+            if silent := [node for node, one in asked.items() if not one.done()]:
+                who = ", ".join(silent)
+                raise NotAdopted(
+                    f"{who} did not say within {_ANSWER_S:g} s what job it is; ask again"
+                )
+            return {node: one.result() for node, one in asked.items()}
         finally:
-            self._asked = {
-                key: one for key, one in self._asked.items() if one not in asked.values()
-            }
-        if silent := [node for node, one in asked.items() if not one.done()]:
-            raise NotAdopted(
-                f"{', '.join(silent)} did not say within {_ANSWER_S:g} s what job it is; ask again"
-            )
-        return {node: one.result() for node, one in asked.items()}
+            for one in asked.values():
+                one.cancel()
 
     async def _fetch(
         self, digest: str, nodes: Sequence[NodeName], has_wheel: Callable[[str], bool]

@@ -19,7 +19,7 @@ from oobleck.core.ids import JobId, NodeName, WorkerId
 from oobleck.core.messages import Recording
 from oobleck.core.plan import Plan
 from oobleck.host.timeline import Clock, Track, boot_id, chrome_trace
-from oobleck.master.clients.outbox import AgentSession
+from oobleck.master.clients.outbox import AgentSession, Questions
 from oobleck.master.state.job import ENDED, Job
 from oobleck.proto import control_pb2 as pb
 
@@ -64,7 +64,7 @@ class Timelines:
         self._wishes: dict[int, _Wish] = {}
         #: Parts received of awaited recordings.
         self._parts: dict[WorkerId, list[str]] = {}
-        self._readings: dict[tuple[NodeName, int], asyncio.Future[pb.ClockRead]] = {}
+        self._readings = Questions[pb.ClockRead]()
 
     # ---- messages from agents
 
@@ -107,9 +107,7 @@ class Timelines:
         return None
 
     def clock_read(self, node: NodeName, message: pb.ClockRead) -> None:
-        reading = self._readings.pop((node, message.number), None)
-        if reading is not None and not reading.done():
-            reading.set_result(message)
+        self._readings.answered(node, message.number, message)
 
     # ---- requests of operators
 
@@ -184,22 +182,21 @@ class Timelines:
     async def _clock(self, session: AgentSession) -> Clock:
         found: list[Clock] = []
         for _ in range(_ROUND_TRIPS):
-            self._last_number += 1
-            number = self._last_number
-            reading = asyncio.get_running_loop().create_future()
-            self._readings[session.node, number] = reading
             asked_ns = time.monotonic_ns()
-            session.ask(pb.MasterMessage(clock=pb.ReadClock(number=number)))
+            reading = self._readings.ask(session, _clock_message)
             try:
                 async with asyncio.timeout(_ROUND_TRIP_LIMIT_S):
                     read = await reading
             except TimeoutError:
-                self._readings.pop((session.node, number), None)
                 raise NoTimeline(f"node {session.node} does not answer; try again") from None
             if self._boot and read.boot == self._boot:
                 return Clock()
             found.append(round_trip(asked_ns, read.monotonic_ns, time.monotonic_ns()))
         return min(found, key=lambda clock: clock.error_ns)
+
+
+def _clock_message(number: int) -> pb.MasterMessage:
+    return pb.MasterMessage(clock=pb.ReadClock(number=number))
 
 
 def round_trip(asked_ns: int, read_ns: int, heard_ns: int) -> Clock:

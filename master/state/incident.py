@@ -17,15 +17,8 @@ from msgspec.structs import replace
 
 from oobleck.core.ids import Generation, WorkerId
 from oobleck.core.units import comma_separated, head
-from oobleck.master.events.jobs import (
-    Cause,
-    PlanMade,
-    RateChanged,
-    ReconfigurationStats,
-)
-from oobleck.master.events.nodes import (
-    Evidence,
-)
+from oobleck.master.events.jobs import Cause, PlanMade, RateChanged, ReconfigurationStats
+from oobleck.master.events.nodes import Evidence
 from oobleck.proto.types import WorkerExited
 
 Kind = Literal[

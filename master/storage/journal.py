@@ -29,6 +29,7 @@ from typing import IO, NamedTuple
 import msgspec
 
 from oobleck.core.codec import decode, encode
+from oobleck.host.system.files import sync_directory
 from oobleck.master import process
 from oobleck.master.events.unions import Journaled
 from oobleck.master.storage.disk import append, storing
@@ -211,7 +212,7 @@ class Journal:
                     os.fsync(file.fileno())
                 process.reach("snapshot-written")
                 os.replace(fresh, self._path)
-                _sync_directory(self._path.parent)
+                sync_directory(self._path.parent)
             finally:
                 fresh.unlink(missing_ok=True)
         process.reach("snapshot-placed")
@@ -341,11 +342,3 @@ def _payload(line: bytes) -> bytes | None:
 
 def _is_snapshot(payload: bytes) -> bool:
     return b'{"type":"Snapshot"' in payload[:80]
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -32,12 +32,7 @@ from oobleck.master.state.job import Job
 from oobleck.master.state.job_observed import JobSeen, LossSeen, SinceStep
 from oobleck.master.state.node import Held, Node
 from oobleck.master.state.pace import Reading
-from oobleck.master.state.reducer.worker_reports import (
-    hear,
-    hear_save,
-    note_entered,
-    note_progress,
-)
+from oobleck.master.state.reducer.worker_reports import hear, hear_save, note_entered, note_progress
 from oobleck.proto.types import Assignment, NodeStatus, WorkerStatus
 
 #: Least delay that counts as lateness, seconds.
