@@ -4,7 +4,7 @@ Pure: the same journal gives the same lines, so that a restarted master knows wh
 lacks. Must not know files; `oobleck.master.storage.records` numbers and writes the lines.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from oobleck.core.ids import JobId
 from oobleck.master.events.jobs import (
@@ -44,7 +44,7 @@ from oobleck.master.events.nodes import (
 from oobleck.master.events.unions import JournalCut, Journaled
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.incidents import closes, incident_after
-from oobleck.master.state.job import ENDED, Job
+from oobleck.master.state.job import ENDED
 from oobleck.master.state.slowdowns import slowdown_after
 from oobleck.master.storage.incident_lines import (
     EventLine,
@@ -54,26 +54,20 @@ from oobleck.master.storage.incident_lines import (
     slowdown_line,
 )
 
-#: Events about nodes that are reported to the active job.
-_OfNode = NodeRegistered | NodeLost | DrainEvent
-#: Events about one job.
-_OfJob = (
-    JobSubmitted
-    | JobAdopted
-    | WorkerLost
-    | NodeLeftOut
-    | NodeReset
-    | MeasuringStarted
-    | ProfileChosen
-    | CheckpointPublished
-    | SaveProblem
-    | JobRestored
-    | RateChanged
-    | RecordsDiffer
-    | RecordsLost
-    | JobWaiting
-    | JobPutBack
-)
+#: Names in the file, and fields, of events that are written with these as they are.
+_PLAIN: Mapping[type[Journaled], tuple[str, ...]] = {
+    NodeDrainRequested: ("node_draining", "node", "reason", "force"),
+    NodeKept: ("node_kept", "node", "reason"),
+    NodeUndrained: ("node_undrained", "node"),
+    NodeQuarantined: ("node_quarantined", "node", "reason", "seconds"),
+    NodeReleased: ("node_released", "node", "reason"),
+    NodeLeftOut: ("node_left_out", "node", "reason"),
+    NodeReset: ("node_reset", "node", "reason"),
+    ProfileChosen: ("profile", "source", "key", "reason"),
+    RecordsDiffer: ("records_differ", "record", "step", "nodes", "fields"),
+    RecordsLost: ("records_lost", "first", "last", "why"),
+    JobPutBack: ("put_back", "instead"),
+}
 
 
 def lines_of(state: ClusterState, event: Journaled, unix: float) -> list[tuple[JobId, EventLine]]:
@@ -106,12 +100,13 @@ def _lines_of(state: ClusterState, event: Journaled) -> list[tuple[JobId, EventL
             return [(event.job_id, line) for line in plan_lines(state, event)]
         case FirstStepCommitted() | JobSucceeded() | JobFailed() | JobCancelled():
             return [(event.job_id, line) for line in end_lines(state, event)]
-        case event if isinstance(event, _OfNode):
-            return [(state.job.id, _node_line(state, state.job, event))] if state.job else []
-        case event if isinstance(event, _OfJob):
-            return [(event.job_id, _job_line(event))]
         case _:
-            return []
+            line = _line(state, event)
+            # Events about nodes are reported to the active job.
+            of_node = isinstance(event, DrainEvent)
+            job_id: JobId | None = None if of_node else getattr(event, "job_id", None)
+            job_id = job_id or state.active
+            return [(job_id, line)] if line is not None and job_id is not None else []
 
 
 def _with(name: str, source: object, *fields: str) -> dict[str, object]:
@@ -119,32 +114,22 @@ def _with(name: str, source: object, *fields: str) -> dict[str, object]:
     return {"event": name, **{field: getattr(source, field) for field in fields}}
 
 
-def _node_line(state: ClusterState, job: Job, event: _OfNode) -> EventLine:
+def _line(state: ClusterState, event: Journaled) -> EventLine | None:
+    """Return the line of an event about one node or job; None: it has none."""
+    if (plain := _PLAIN.get(type(event))) is not None:
+        return _with(plain[0], event, *plain[1:])
     match event:
         case NodeRegistered(facts=facts):
             return _with("node_joined", facts, "node", "hostname", "worker_slots")
         case NodeLost():
+            in_plan = state.job is not None and state.job.current.has_member(event.node)
             lost = _with("node_lost", event, "node", "cause", "reason", "detect_s")
-            return lost | {"in_plan": job.current.has_member(event.node)}
-        case NodeDrainRequested():
-            return _with("node_draining", event, "node", "reason", "force")
-        case NodeKept():
-            return _with("node_kept", event, "node", "reason")
+            return lost | {"in_plan": in_plan}
         case NodeDrained():
             drain = state.nodes[event.node].drain
             reason = drain.reason if drain is not None else ""
             forced = event.job_id is not None
             return _with("node_drained", event, "node") | {"reason": reason, "abrupt": forced}
-        case NodeUndrained():
-            return _with("node_undrained", event, "node")
-        case NodeQuarantined():
-            return _with("node_quarantined", event, "node", "reason", "seconds")
-        case NodeReleased():
-            return _with("node_released", event, "node", "reason")
-
-
-def _job_line(event: _OfJob) -> EventLine:
-    match event:
         case JobSubmitted(spec=spec):
             return _with("submitted", spec, "name")
         case JobAdopted(spec=spec):
@@ -152,16 +137,10 @@ def _job_line(event: _OfJob) -> EventLine:
         case WorkerLost(worker=worker):
             name = "worker_late" if event.late else "worker_lost"
             return _with(name, worker, "node", "slot") | {"reason": event.reason}
-        case NodeLeftOut():
-            return _with("node_left_out", event, "node", "reason")
-        case NodeReset():
-            return _with("node_reset", event, "node", "reason")
         case MeasuringStarted():
             workers = [str(worker) for worker, _ in event.workers]
             told = {"event": "profiling", "workers": workers, "attempt": event.wish.attempt}
             return told | ({"passed_over": event.passed_over} if event.passed_over else {})
-        case ProfileChosen():
-            return _with("profile", event, "source", "key", "reason")
         case CheckpointPublished(saved=saved):
             return _with("checkpoint_saved", saved, "step", "path", "bytes", "seconds", "request")
         case SaveProblem(failed=failed):
@@ -180,14 +159,10 @@ def _job_line(event: _OfJob) -> EventLine:
             if event.hindrance:
                 told["hindrance"] = event.hindrance
             return told | _with("rate_changed", worker, "node", "slot")
-        case RecordsDiffer():
-            return _with("records_differ", event, "record", "step", "nodes", "fields")
-        case RecordsLost():
-            return _with("records_lost", event, "first", "last", "why")
         case JobWaiting(causes=causes):
             return {"event": "waiting", "reason": "; ".join(causes), "causes": causes}
-        case JobPutBack():
-            return _with("put_back", event, "instead")
+        case _:
+            return None
 
 
 def _cut_line(event: JournalCut, job_id: JobId) -> EventLine:
