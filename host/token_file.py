@@ -233,8 +233,7 @@ class TokenWriter:
 
     def __init__(self, path: str | Path, dtype: Dtype, temporary: str = "") -> None:
         """Make a writer. `temporary`: name of the file while it is being written, in the same
-        directory.
-        """
+        directory."""
         self._path = Path(path)
         self._dtype: Dtype = dtype
         self._limit = int(np.iinfo(dtype).max)

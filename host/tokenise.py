@@ -172,8 +172,7 @@ class ByteTokenizer:
 
 class FileTokenizer:
     """Tokenizer described by a `tokenizer.json`, without the tokens that it puts around single
-    texts.
-    """
+    texts."""
 
     def __init__(self, path: str) -> None:
         """Load the file; raises DataError."""

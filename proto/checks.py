@@ -35,16 +35,14 @@ def _shared(kind: type[msgspec.Struct], message: Descriptor) -> Iterable[tuple[s
 
 def message_of(kind: type[M], value: msgspec.Struct, **others: Any) -> M:
     """Convert a Struct to a message. `others`: fields that are not plain copies of those of
-    `value`.
-    """
+    `value`."""
     names = _shared(type(value), kind.DESCRIPTOR)
     return kind(**{**{name: getattr(value, name) for name, _ in names}, **others})
 
 
 def struct_of(kind: type[S], message: Message, **others: Any) -> S:
     """Convert a message to a Struct. `others`: fields that are not plain copies of those of
-    `message`.
-    """
+    `message`."""
     found = {
         name: None if may_lack and not message.HasField(name) else getattr(message, name)
         for name, may_lack in _shared(kind, message.DESCRIPTOR)
@@ -97,8 +95,7 @@ def read_address(text: str, field: str) -> str:
 
 def read_card(text: str, field: str) -> str:
     """Check a card: an address, preceded by an identity and an @ if it has one. Raises
-    ValueError.
-    """
+    ValueError."""
     identity, _, address = text.rpartition("@")
     if identity and _IDENTITY.fullmatch(identity) is None:
         raise ValueError(f"{field}: {identity!r} is not 32 hexadecimal digits")

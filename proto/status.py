@@ -103,8 +103,7 @@ def _read_facts(message: pb.Register, incarnation: str) -> NodeFacts:
 
 def read_register(message: pb.Register, incarnation: str) -> Registration:
     """Convert a registration from its message. `incarnation`: that of the enclosing
-    AgentMessage.
-    """
+    AgentMessage."""
     oldest, newest = message.protocol, message.newest_protocol
     spoken = common(oldest, newest)
     with in_field("register"):

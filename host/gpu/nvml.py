@@ -142,8 +142,7 @@ class _Reader:
 
     def wait(self, timeout_s: float) -> tuple[Xid, ...]:
         """Return the errors that arrive within the time; after the first, those that arrive with
-        it.
-        """
+        it."""
         nvml, begun = self._nvml, time.monotonic()
         found: list[Xid] = []
         while self._events is not None and len(found) < _MOST_XIDS:

@@ -50,8 +50,7 @@ class Channel(Generic[T]):
 
     def __init__(self, sock: socket.socket, incoming: object) -> None:
         """Open a channel. `incoming`: the type (a union of tagged Structs) of the peer's
-        messages.
-        """
+        messages."""
         self._socket = sock
         self._decoder: msgspec.json.Decoder[T] = msgspec.json.Decoder(incoming, dec_hook=choose)
         self._send_lock = threading.Lock()

@@ -39,8 +39,7 @@ class Marker:
 
     def read(self) -> str:
         """Return the running code; empty: nothing runs. Do not trust the text: user code can write
-        it.
-        """
+        it."""
         size = int.from_bytes(self._page[:_LENGTH_BYTES], "big")
         return self._page[_LENGTH_BYTES : _LENGTH_BYTES + size].decode(errors="replace")
 

@@ -84,8 +84,7 @@ class Damaged(LayerProblem):
 
 class Unreadable(LayerProblem):
     """Error of a file that cannot be read here; on another node, or at another time, it may be
-    whole.
-    """
+    whole."""
 
 
 def list_checkpoints(folder: Folder) -> Listing:

@@ -39,9 +39,8 @@ class Folder(Protocol):
         """Return whether there is such a file. Raises OSError if it cannot be determined."""
 
     def read(self, name: str, *, most_bytes: int) -> bytes:
-        """Read a file. Raises WrongFile if it is larger than `most_bytes`, or not a
-        regular file.
-        """
+        """Read a file. Raises WrongFile if it is larger than `most_bytes`, or not a regular
+        file."""
 
     def chunks(self, name: str) -> Iterator[bytes]:
         """Yield the file's content piece by piece."""

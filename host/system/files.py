@@ -16,9 +16,8 @@ _MACHINE_ID = Path("/etc/machine-id")
 
 
 class WrongFile(OSError):
-    """Error for a path that is not a regular file, or a file too large: retrying would
-    fail again.
-    """
+    """Error for a path that is not a regular file, or a file too large: retrying would fail
+    again."""
 
 
 def open_at_once(path: str | Path) -> int:

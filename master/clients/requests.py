@@ -182,8 +182,7 @@ class Requests:
 
     async def save(self, request_id: str, job_id: JobId) -> int:
         """Request a checkpoint of a known job. Return the request's number; 0: the job has ended
-        and was just forgotten.
-        """
+        and was just forgotten."""
 
         def answer(_: float) -> int:
             job = self._ledger.state.jobs.get(job_id)

@@ -13,22 +13,7 @@ from typing import get_args
 
 from oobleck.core.ids import JobId
 from oobleck.host.metrics import LONG_S, Durations
-from oobleck.master.events.jobs import (
-    PHASES,
-    Cause,
-    CheckpointPublished,
-    FirstStepCommitted,
-    JobAdopted,
-    JobCancelled,
-    JobFailed,
-    JobForgotten,
-    JobRestored,
-    JobSubmitted,
-    JobSucceeded,
-    PlanMade,
-    ReconfigurationStats,
-    SaveProblem,
-)
+from oobleck.master.events import jobs
 from oobleck.master.events.nodes import NodeLost, NodeQuarantined, WorkerLost
 from oobleck.master.events.unions import Event, Journaled, Observed, RecordsReceived
 from oobleck.master.state.cluster import ClusterState
@@ -49,7 +34,7 @@ class JobTally:
     since: float | None = None
     #: Changes of plan that have ended, and the seconds of their phases.
     recoveries: int = 0
-    phases: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+    phases: dict[str, float] = field(default_factory=lambda: dict.fromkeys(jobs.PHASES, 0.0))
     stall_s: float = 0.0
     received_bytes: int = 0
     #: Steps that were begun and done again, or committed and lost on going back to a
@@ -71,13 +56,13 @@ class Tally:
         #: By cause and policy. All possible series exist from the start: a reader who sees a series
         #: for the first time sees no increase in it.
         self.plans: Counter[tuple[str, str]] = Counter(
-            dict.fromkeys(product(get_args(Cause), get_args(Policy)), 0)
+            dict.fromkeys(product(get_args(jobs.Cause), get_args(Policy)), 0)
         )
         #: By cause.
         self.nodes_lost: Counter[str] = Counter()
         self.quarantines = 0
         #: Seconds from the first evidence to the first step, by the plan's cause.
-        self.reconfigurations = {cause: Durations(LONG_S) for cause in get_args(Cause)}
+        self.reconfigurations = {cause: Durations(LONG_S) for cause in get_args(jobs.Cause)}
         self._failed = False
 
     def note(self, state: ClusterState, event: Event) -> None:
@@ -101,12 +86,17 @@ class Tally:
                 job.steps += len(records)
                 job.tokens += sum(record.tokens for record in records)
                 job.training_s += sum(record.step_seconds for record in records)
-            case JobSubmitted(job_id=job_id) | JobAdopted(job_id=job_id):
+            case jobs.JobSubmitted(job_id=job_id) | jobs.JobAdopted(job_id=job_id):
                 self._job(job_id)
-            case PlanMade(job_id=job_id, overtaken=stats):
+            case jobs.PlanMade(job_id=job_id, overtaken=stats):
                 self.plans[event.cause, event.policy] += 1
                 self._reconfigured(state, job_id, stats)
-            case FirstStepCommitted() | JobSucceeded() | JobFailed() | JobCancelled():
+            case (
+                jobs.FirstStepCommitted()
+                | jobs.JobSucceeded()
+                | jobs.JobFailed()
+                | jobs.JobCancelled()
+            ):
                 self._reconfigured(state, event.job_id, event.transition)
             case NodeLost(cause=cause):
                 self.nodes_lost[cause] += 1
@@ -114,16 +104,16 @@ class Tally:
                 self._job(job_id).workers_lost += 1
             case NodeQuarantined():
                 self.quarantines += 1
-            case CheckpointPublished(job_id=job_id, saved=saved):
+            case jobs.CheckpointPublished(job_id=job_id, saved=saved):
                 job = self._job(job_id)
                 job.checkpoints += 1
                 job.checkpoint_bytes += saved.bytes
                 job.checkpoint_s += saved.seconds
-            case SaveProblem(job_id=job_id):
+            case jobs.SaveProblem(job_id=job_id):
                 self._job(job_id).save_failures += 1
-            case JobRestored(job_id=job_id, lost_steps=lost_steps):
+            case jobs.JobRestored(job_id=job_id, lost_steps=lost_steps):
                 self._job(job_id).redone_steps += lost_steps
-            case JobForgotten(job_id=job_id):
+            case jobs.JobForgotten(job_id=job_id):
                 self.jobs.pop(job_id, None)
             case _:
                 pass
@@ -132,7 +122,7 @@ class Tally:
         return self.jobs.setdefault(job_id, JobTally())
 
     def _reconfigured(
-        self, state: ClusterState, job_id: JobId, stats: ReconfigurationStats | None
+        self, state: ClusterState, job_id: JobId, stats: jobs.ReconfigurationStats | None
     ) -> None:
         """Count the end of the change to the newest generation, unless that is the first one."""
         known = state.jobs[job_id]

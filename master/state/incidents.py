@@ -10,24 +10,7 @@ from typing import Any
 import msgspec
 
 from oobleck.core.ids import JobId
-from oobleck.master.events.jobs import (
-    FirstStepCommitted,
-    JobCancelled,
-    JobCaughtUp,
-    JobFailed,
-    JobRestored,
-    JobSucceeded,
-    PlanMade,
-)
-from oobleck.master.events.nodes import (
-    Evidence,
-    NodeDrained,
-    NodeLeftOut,
-    NodeLost,
-    NodeRegistered,
-    NodeReset,
-    WorkerLost,
-)
+from oobleck.master.events import jobs, nodes
 from oobleck.master.events.unions import Journaled
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.incident import (
@@ -56,7 +39,7 @@ def incident_after(
     adds nothing. `closes` says whether the event ends the incident."""
     # Losses and returns of nodes concern the active job; other events name theirs.
     named: JobId | None = getattr(event, "job_id", None)
-    job_id = state.active if isinstance(event, NodeLost | NodeRegistered) else named
+    job_id = state.active if isinstance(event, nodes.NodeLost | nodes.NodeRegistered) else named
     job = state.jobs.get(job_id) if job_id is not None else None
     if job is None or (incident := _after(state, job, event, unix)) is None:
         return None
@@ -66,7 +49,7 @@ def incident_after(
 def _after(state: ClusterState, job: Job, event: Journaled, unix: float) -> Incident | None:
     incident = job.incident
     match event:
-        case NodeLost() if job.current.has_member(event.node):
+        case nodes.NodeLost() if job.current.has_member(event.node):
             setback = _setback(
                 job,
                 "agent restarted" if event.cause == "restarted" else "node lost",
@@ -77,25 +60,27 @@ def _after(state: ClusterState, job: Job, event: Journaled, unix: float) -> Inci
                 found_by="lease" if event.cause == "lease" else "",
             )
             return _with_evidence(_with_setback(job, setback), event.evidence, unix)
-        case NodeRegistered() if incident is not None:
+        case nodes.NodeRegistered() if incident is not None:
             return _with_return(state, incident, event)
-        case WorkerLost() if not event.late:
+        case nodes.WorkerLost() if not event.late:
             incident = _with_setback(job, _worker_lost(job, event, unix))
             return _with_evidence(incident, [event.evidence] if event.evidence else [], unix)
-        case NodeDrained():
+        case nodes.NodeDrained():
             setback = _setback(job, "drained by force", event.node, event.reason, unix)
             return _with_setback(job, setback)
-        case NodeLeftOut() if job.current.has_member(event.node):
+        case nodes.NodeLeftOut() if job.current.has_member(event.node):
             return _with_setback(job, _setback(job, "node unfit", event.node, event.reason, unix))
-        case NodeReset() if job.current.has_member(event.node):
+        case nodes.NodeReset() if job.current.has_member(event.node):
             return _with_setback(job, _reset(job, event, unix))
-        case JobRestored() if incident is not None:
+        case jobs.JobRestored() if incident is not None:
             return replace(incident, lost_steps=incident.lost_steps + event.lost_steps)
-        case JobCaughtUp():
+        case jobs.JobCaughtUp():
             return incident
-        case PlanMade():
+        case jobs.PlanMade():
             return _with_plan(job, event, unix)
-        case FirstStepCommitted() | JobSucceeded() | JobFailed() | JobCancelled():
+        case (
+            jobs.FirstStepCommitted() | jobs.JobSucceeded() | jobs.JobFailed() | jobs.JobCancelled()
+        ):
             return _at_end(job, event, unix)
         case _:
             return None
@@ -103,13 +88,13 @@ def _after(state: ClusterState, job: Job, event: Journaled, unix: float) -> Inci
 
 def closes(job: Job, event: Journaled) -> bool:
     """Return whether `event` ends the incident of `job`. `job` is as before the event."""
-    if isinstance(event, FirstStepCommitted):
+    if isinstance(event, jobs.FirstStepCommitted):
         return not job.current.losses and event.step >= job.rollback.redo_until
-    if isinstance(event, JobCaughtUp):
+    if isinstance(event, jobs.JobCaughtUp):
         current = job.current
         at_rest = not current.on_the_way or current.made is None or current.made.boundary
         return at_rest and not current.losses
-    return isinstance(event, JobSucceeded | JobFailed | JobCancelled)
+    return isinstance(event, jobs.JobEnded)
 
 
 def _with_setback(job: Job, setback: Setback) -> Incident:
@@ -121,7 +106,7 @@ def _with_setback(job: Job, setback: Setback) -> Incident:
     return replace(incident, setbacks=(*incident.setbacks, setback))
 
 
-def _with_return(state: ClusterState, incident: Incident, event: NodeRegistered) -> Incident:
+def _with_return(state: ClusterState, incident: Incident, event: nodes.NodeRegistered) -> Incident:
     """Note that a lost node is back, perhaps with the same agent."""
     name, known = event.facts.node, state.nodes.get(event.facts.node)
     same = known is not None and known.facts.incarnation == event.facts.incarnation
@@ -161,7 +146,7 @@ def _end_of(exited: WorkerExited | None) -> dict[str, Any]:
     }
 
 
-def _worker_lost(job: Job, event: WorkerLost, unix: float) -> Setback:
+def _worker_lost(job: Job, event: nodes.WorkerLost, unix: float) -> Setback:
     seen, node = event.evidence, event.worker.node
     return _setback(
         job,
@@ -178,7 +163,7 @@ def _worker_lost(job: Job, event: WorkerLost, unix: float) -> Setback:
     )
 
 
-def _reset(job: Job, event: NodeReset, unix: float) -> Setback:
+def _reset(job: Job, event: nodes.NodeReset, unix: float) -> Setback:
     """Return the setback of a reset node. Its evidence dates from the first doubt about the job's
     progress."""
     doubts = job.incident.setbacks if job.incident is not None else ()
@@ -198,7 +183,7 @@ def _reset(job: Job, event: NodeReset, unix: float) -> Setback:
     )
 
 
-def _with_plan(job: Job, event: PlanMade, unix: float) -> Incident | None:
+def _with_plan(job: Job, event: jobs.PlanMade, unix: float) -> Incident | None:
     incident = job.incident
     if event.cause in ("peers lost", "no progress") and not job.current.losses:
         kind: Kind = "no progress" if event.cause == "no progress" else "peers disconnected"
@@ -220,10 +205,10 @@ def _with_plan(job: Job, event: PlanMade, unix: float) -> Incident | None:
 
 
 def _at_end(
-    job: Job, event: FirstStepCommitted | JobSucceeded | JobFailed | JobCancelled, unix: float
+    job: Job, event: jobs.FirstStepCommitted | jobs.JobEnded, unix: float
 ) -> Incident | None:
     incident = job.incident
-    if isinstance(event, JobFailed):
+    if isinstance(event, jobs.JobFailed):
         guilty = _job_error(job, event, unix)
         if incident is None or guilty.kind in ("job error", "node unfit"):
             incident = _with_setback(job, guilty)
@@ -231,16 +216,16 @@ def _at_end(
         return None
     attempts = with_stats(incident.attempts, job.current.generation, event.transition, unix)
     incident = replace(incident, attempts=attempts)
-    if isinstance(event, FirstStepCommitted | JobFailed):
+    if isinstance(event, jobs.FirstStepCommitted | jobs.JobFailed):
         incident = _with_evidence(incident, event.evidence, unix)
-    if isinstance(event, FirstStepCommitted) and incident.trained_until is None:
+    if isinstance(event, jobs.FirstStepCommitted) and incident.trained_until is None:
         # Another host's calendar, which may be off by seconds.
         counts = incident.opened_at + _ON_S < event.trained_until <= unix
         incident = replace(incident, trained_until=event.trained_until if counts else 0.0)
     return incident
 
 
-def _job_error(job: Job, event: JobFailed, unix: float) -> Setback:
+def _job_error(job: Job, event: jobs.JobFailed, unix: float) -> Setback:
     """Return the setback of a job that failed, attributed to the worker that reported the error.
     Without such a report, the master itself declared it."""
     words = next((s for s in event.evidence if s.by == "worker" and s.saw in event.reason), None)
@@ -263,7 +248,7 @@ def _job_error(job: Job, event: JobFailed, unix: float) -> Setback:
     )
 
 
-def _with_evidence(incident: Incident, found: Iterable[Evidence], unix: float) -> Incident:
+def _with_evidence(incident: Incident, found: Iterable[nodes.Evidence], unix: float) -> Incident:
     known = {_key(dated.what) for dated in incident.evidence}
     new = [
         DatedEvidence(at=unix - evidence.ago_s, what=replace(evidence, ago_s=0.0))
@@ -296,5 +281,5 @@ def _with_late_words(
     )
 
 
-def _key(evidence: Evidence) -> tuple[str, str, str, str]:
+def _key(evidence: nodes.Evidence) -> tuple[str, str, str, str]:
     return evidence.by, evidence.observer, evidence.about, evidence.saw

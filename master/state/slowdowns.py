@@ -10,22 +10,7 @@ from collections.abc import Callable
 from msgspec.structs import replace
 
 from oobleck.core.ids import Incarnation, JobId, WorkerId
-from oobleck.master.events.jobs import (
-    Cause,
-    FirstStepCommitted,
-    JobEnded,
-    JobPutBack,
-    PlanMade,
-    RateChanged,
-)
-from oobleck.master.events.nodes import (
-    NodeDrained,
-    NodeLeftOut,
-    NodeLost,
-    NodeRegistered,
-    NodeReset,
-    WorkerLost,
-)
+from oobleck.master.events import jobs, nodes
 from oobleck.master.events.unions import Journaled
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.incident import (
@@ -41,7 +26,7 @@ from oobleck.master.state.job import Job
 #: Returns whether a worker's process is gone, or about to end.
 Gone = Callable[[WorkerId, Incarnation], bool]
 #: Causes of plans that answer changed rates.
-_CAUSES: tuple[Cause, ...] = ("worker slow", "worker well")
+_CAUSES: tuple[jobs.Cause, ...] = ("worker slow", "worker well")
 
 
 def concerned_job(state: ClusterState, event: Journaled) -> Job | None:
@@ -52,9 +37,9 @@ def concerned_job(state: ClusterState, event: Journaled) -> Job | None:
     return state.jobs.get(job_id) if job_id is not None else None
 
 
-def slow_after(state: ClusterState, job: Job, event: Journaled) -> dict[WorkerId, RateChanged]:
+def slow_after(state: ClusterState, job: Job, event: Journaled) -> dict[WorkerId, jobs.RateChanged]:
     """Return the slow workers of `job`, which `event` concerns."""
-    if isinstance(event, RateChanged):
+    if isinstance(event, jobs.RateChanged):
         if event.rate < 1:
             return {**job.slow, event.worker: event}
         return {worker: told for worker, told in job.slow.items() if worker != event.worker}
@@ -71,26 +56,26 @@ def forget_slow(state: ClusterState, event: Journaled) -> None:
     job.stand_bys = {w: one for w, one in job.stand_bys.items() if not gone(w, one.process)}
 
 
-def _without(job: Job, gone: Gone) -> dict[WorkerId, RateChanged]:
+def _without(job: Job, gone: Gone) -> dict[WorkerId, jobs.RateChanged]:
     return {w: told for w, told in job.slow.items() if not gone(w, told.incarnation)}
 
 
 def gone_with(state: ClusterState, event: Journaled) -> Gone:
     match event:
-        case WorkerLost(worker=lost):
+        case nodes.WorkerLost(worker=lost):
             return lambda worker, _: worker == lost
-        case NodeRegistered():
+        case nodes.NodeRegistered():
             known = state.nodes.get(event.facts.node)
             same = known is None or known.facts.incarnation == event.facts.incarnation
             name = "" if same and not event.stale_workers else event.facts.node
             return lambda worker, _: worker.node == name  # workers end with their agent
-        case NodeLost() | NodeDrained() | NodeLeftOut() | NodeReset():
+        case nodes.NodeLost() | nodes.NodeDrained() | nodes.NodeLeftOut() | nodes.NodeReset():
             name = event.node
             return lambda worker, _: worker.node == name
-        case PlanMade():
+        case jobs.PlanMade():
             processes = dict(zip(event.plan.workers, event.incarnations, strict=True))
             return lambda worker, process: processes.get(worker, process) != process
-        case event if isinstance(event, JobPutBack | JobEnded):
+        case event if isinstance(event, jobs.JobPutBack | jobs.JobEnded):
             return lambda *_: True
         case _:
             return lambda *_: False
@@ -102,7 +87,7 @@ def slowdown_after(
     """Return the job that `event` is about, and its slowdown with the event's addition, which may
     end it; None: there is none."""
     job = concerned_job(state, event)
-    if job is None or (job.slowdown is None and not isinstance(event, RateChanged)):
+    if job is None or (job.slowdown is None and not isinstance(event, jobs.RateChanged)):
         return None
     workers = _workers(state, job, event, unix)
     if not workers:
@@ -120,7 +105,7 @@ def _workers(
     known = {one.worker: one for one in job.slowdown.workers} if job.slowdown is not None else {}
     slow = slow_after(state, job, event)
     known |= {told.worker: _slow(job, known.get(told.worker), told, unix) for told in slow.values()}
-    well = isinstance(event, RateChanged) and event.is_measured
+    well = isinstance(event, jobs.RateChanged) and event.is_measured
     ended = {
         one.worker: one if one.until else replace(one, until=unix, well=well)
         for one in known.values()
@@ -131,7 +116,7 @@ def _workers(
     return tuple(ended.get(worker, one) for worker, one in known.items())
 
 
-def _slow(job: Job, known: SlowWorker | None, told: RateChanged, unix: float) -> SlowWorker:
+def _slow(job: Job, known: SlowWorker | None, told: jobs.RateChanged, unix: float) -> SlowWorker:
     if known is None:
         return SlowWorker(
             worker=told.worker,
@@ -148,7 +133,7 @@ def _answers(
     job: Job, known: tuple[Answer, ...], event: Journaled, unix: float
 ) -> tuple[Answer, ...]:
     match event:
-        case PlanMade():
+        case jobs.PlanMade():
             known = with_stats(known, job.current.generation, event.overtaken, unix)
             if event.cause not in _CAUSES:
                 return known
@@ -160,7 +145,7 @@ def _answers(
                 reason=event.reason,
             )
             return (*known, answer)[-MOST_KEPT:]
-        case event if isinstance(event, FirstStepCommitted | JobEnded):
+        case event if isinstance(event, jobs.FirstStepCommitted | jobs.JobEnded):
             return with_stats(known, job.current.generation, event.transition, unix)
         case _:
             return known

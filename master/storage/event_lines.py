@@ -7,40 +7,7 @@ lacks. Must not know files; `oobleck.master.storage.records` numbers and writes 
 from collections.abc import Iterator, Mapping
 
 from oobleck.core.ids import JobId
-from oobleck.master.events.jobs import (
-    CheckpointPublished,
-    FirstStepCommitted,
-    JobAdopted,
-    JobCancelled,
-    JobEnded,
-    JobFailed,
-    JobPutBack,
-    JobRestored,
-    JobSubmitted,
-    JobSucceeded,
-    JobWaiting,
-    MeasuringStarted,
-    PlanMade,
-    ProfileChosen,
-    RateChanged,
-    RecordsDiffer,
-    RecordsLost,
-    SaveProblem,
-)
-from oobleck.master.events.nodes import (
-    DrainEvent,
-    NodeDrained,
-    NodeDrainRequested,
-    NodeKept,
-    NodeLeftOut,
-    NodeLost,
-    NodeQuarantined,
-    NodeRegistered,
-    NodeReleased,
-    NodeReset,
-    NodeUndrained,
-    WorkerLost,
-)
+from oobleck.master.events import jobs, nodes
 from oobleck.master.events.unions import JournalCut, Journaled
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.incidents import closes, incident_after
@@ -56,17 +23,17 @@ from oobleck.master.storage.incident_lines import (
 
 #: Names in the file, and fields, of events that are written with these as they are.
 _PLAIN: Mapping[type[Journaled], tuple[str, ...]] = {
-    NodeDrainRequested: ("node_draining", "node", "reason", "force"),
-    NodeKept: ("node_kept", "node", "reason"),
-    NodeUndrained: ("node_undrained", "node"),
-    NodeQuarantined: ("node_quarantined", "node", "reason", "seconds"),
-    NodeReleased: ("node_released", "node", "reason"),
-    NodeLeftOut: ("node_left_out", "node", "reason"),
-    NodeReset: ("node_reset", "node", "reason"),
-    ProfileChosen: ("profile", "source", "key", "reason"),
-    RecordsDiffer: ("records_differ", "record", "step", "nodes", "fields"),
-    RecordsLost: ("records_lost", "first", "last", "why"),
-    JobPutBack: ("put_back", "instead"),
+    nodes.NodeDrainRequested: ("node_draining", "node", "reason", "force"),
+    nodes.NodeKept: ("node_kept", "node", "reason"),
+    nodes.NodeUndrained: ("node_undrained", "node"),
+    nodes.NodeQuarantined: ("node_quarantined", "node", "reason", "seconds"),
+    nodes.NodeReleased: ("node_released", "node", "reason"),
+    nodes.NodeLeftOut: ("node_left_out", "node", "reason"),
+    nodes.NodeReset: ("node_reset", "node", "reason"),
+    jobs.ProfileChosen: ("profile", "source", "key", "reason"),
+    jobs.RecordsDiffer: ("records_differ", "record", "step", "nodes", "fields"),
+    jobs.RecordsLost: ("records_lost", "first", "last", "why"),
+    jobs.JobPutBack: ("put_back", "instead"),
 }
 
 
@@ -75,7 +42,9 @@ def lines_of(state: ClusterState, event: Journaled, unix: float) -> list[tuple[J
     event."""
     lines = _lines_of(state, event)
     over = list(_incidents(state, event, unix))
-    last = [lines.pop()] if over and isinstance(event, JobEnded) else []  # the end stays the last
+    last = (
+        [lines.pop()] if over and isinstance(event, jobs.JobEnded) else []
+    )  # the end stays the last
     return [*lines, *over, *last]
 
 
@@ -96,14 +65,16 @@ def _lines_of(state: ClusterState, event: Journaled) -> list[tuple[JobId, EventL
         case JournalCut():
             going_on = [job.id for job in state.jobs.values() if job.state not in ENDED]
             return [(job_id, _cut_line(event, job_id)) for job_id in going_on]
-        case PlanMade():
+        case jobs.PlanMade():
             return [(event.job_id, line) for line in plan_lines(state, event)]
-        case FirstStepCommitted() | JobSucceeded() | JobFailed() | JobCancelled():
+        case (
+            jobs.FirstStepCommitted() | jobs.JobSucceeded() | jobs.JobFailed() | jobs.JobCancelled()
+        ):
             return [(event.job_id, line) for line in end_lines(state, event)]
         case _:
             line = _line(state, event)
             # Events about nodes are reported to the active job.
-            of_node = isinstance(event, DrainEvent)
+            of_node = isinstance(event, nodes.DrainEvent)
             job_id: JobId | None = None if of_node else getattr(event, "job_id", None)
             job_id = job_id or state.active
             return [(job_id, line)] if line is not None and job_id is not None else []
@@ -119,47 +90,47 @@ def _line(state: ClusterState, event: Journaled) -> EventLine | None:
     if (plain := _PLAIN.get(type(event))) is not None:
         return _with(plain[0], event, *plain[1:])
     match event:
-        case NodeRegistered(facts=facts):
+        case nodes.NodeRegistered(facts=facts):
             return _with("node_joined", facts, "node", "hostname", "worker_slots")
-        case NodeLost():
+        case nodes.NodeLost():
             in_plan = state.job is not None and state.job.current.has_member(event.node)
             lost = _with("node_lost", event, "node", "cause", "reason", "detect_s")
             return lost | {"in_plan": in_plan}
-        case NodeDrained():
+        case nodes.NodeDrained():
             drain = state.nodes[event.node].drain
             reason = drain.reason if drain is not None else ""
             forced = event.job_id is not None
             return _with("node_drained", event, "node") | {"reason": reason, "abrupt": forced}
-        case JobSubmitted(spec=spec):
+        case jobs.JobSubmitted(spec=spec):
             return _with("submitted", spec, "name")
-        case JobAdopted(spec=spec):
+        case jobs.JobAdopted(spec=spec):
             return {**_with("adopted", spec, "name"), "nodes": event.nodes}
-        case WorkerLost(worker=worker):
+        case nodes.WorkerLost(worker=worker):
             name = "worker_late" if event.late else "worker_lost"
             return _with(name, worker, "node", "slot") | {"reason": event.reason}
-        case MeasuringStarted():
+        case jobs.MeasuringStarted():
             workers = [str(worker) for worker, _ in event.workers]
             told = {"event": "profiling", "workers": workers, "attempt": event.wish.attempt}
             return told | ({"passed_over": event.passed_over} if event.passed_over else {})
-        case CheckpointPublished(saved=saved):
+        case jobs.CheckpointPublished(saved=saved):
             return _with("checkpoint_saved", saved, "step", "path", "bytes", "seconds", "request")
-        case SaveProblem(failed=failed):
+        case jobs.SaveProblem(failed=failed):
             return _with(f"{failed.what}_failed", failed, "step", "reason", "request")
-        case JobRestored(restored=restored):
+        case jobs.JobRestored(restored=restored):
             return {
                 **_with("resumed" if event.resumed else "restored", restored, "step", "path"),
                 "passed_over": restored.passed_over,
                 "lost_steps": event.lost_steps,
                 "generation": restored.generation,
             }
-        case RateChanged(worker=worker):
+        case jobs.RateChanged(worker=worker):
             told = _with("rate_changed", event, "rate", "step_s", "usual_s", "steps", "seconds")
             if event.alone:
                 told["alone"] = True
             if event.hindrance:
                 told["hindrance"] = event.hindrance
             return told | _with("rate_changed", worker, "node", "slot")
-        case JobWaiting(causes=causes):
+        case jobs.JobWaiting(causes=causes):
             return {"event": "waiting", "reason": "; ".join(causes), "causes": causes}
         case _:
             return None

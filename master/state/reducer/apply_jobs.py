@@ -12,34 +12,7 @@ import msgspec
 
 from oobleck.core.ids import Incarnation, JobId, WorkerId
 from oobleck.core.plan import Plan, pipelines_within
-from oobleck.master.events.jobs import (
-    CheckpointPublished,
-    CheckpointRequested,
-    FirstStepCommitted,
-    FollowUpDropped,
-    JobAdopted,
-    JobCancelled,
-    JobCancelRequested,
-    JobCaughtUp,
-    JobEvent,
-    JobFailed,
-    JobForgotten,
-    JobPutBack,
-    JobRestored,
-    JobStarted,
-    JobSubmitted,
-    JobSucceeded,
-    JobWaiting,
-    MeasuringStarted,
-    PlanEvent,
-    PlanFound,
-    PlanMade,
-    ProfileChosen,
-    RateChanged,
-    RecordsDiffer,
-    RecordsLost,
-    SaveProblem,
-)
+from oobleck.master.events import jobs
 from oobleck.master.events.nodes import NodeYielded
 from oobleck.master.state.cluster import ClusterState, version_pairs
 from oobleck.master.state.job import (
@@ -58,41 +31,43 @@ from oobleck.master.state.slowdowns import slow_after
 from oobleck.planner.recovery.course import base_behind
 
 
-def apply(state: ClusterState, event: JobEvent, now: float, unix: float) -> None:
+def apply(state: ClusterState, event: jobs.JobEvent, now: float, unix: float) -> None:
     match event:
-        case JobSubmitted():
+        case jobs.JobSubmitted():
             state.jobs[event.job_id] = _submitted(event, unix, state.sequence)
             state.requests[event.request_id] = event.job_id
             state.submissions += 1
-        case JobAdopted():
+        case jobs.JobAdopted():
             _adopt(state, event, now, unix)
-        case JobCancelRequested():
+        case jobs.JobCancelRequested():
             state.jobs[event.job_id].cancel_requested = True
-        case CheckpointRequested():
+        case jobs.CheckpointRequested():
             _ask_for_checkpoint(state.jobs[event.job_id], event)
-        case CheckpointPublished() | SaveProblem() | JobRestored():
+        case jobs.CheckpointPublished() | jobs.SaveProblem() | jobs.JobRestored():
             _note_save(state.jobs[event.job_id], event, now, unix)
-        case JobCaughtUp():
+        case jobs.JobCaughtUp():
             state.jobs[event.job_id].rollback.redo_until = 0
-        case RateChanged():
+        case jobs.RateChanged():
             _note_rate(state, state.jobs[event.job_id], event, now, unix)
-        case RecordsDiffer():
+        case jobs.RecordsDiffer():
             pass  # for the operator, who may drain one of them
-        case RecordsLost():
+        case jobs.RecordsLost():
             lost = state.jobs[event.job_id].lost
             lost.steps += len(event.steps)
             lost.last = (*lost.last, event)[-KNOWN_LOST:]
-        case JobStarted() | JobPutBack() | JobWaiting():
+        case jobs.JobStarted() | jobs.JobPutBack() | jobs.JobWaiting():
             _take_turn(state, state.jobs[event.job_id], event, now, unix)
-        case MeasuringStarted() | ProfileChosen():
+        case jobs.MeasuringStarted() | jobs.ProfileChosen():
             _measure(state.jobs[event.job_id], event, now)
-        case JobSucceeded() | JobFailed() | JobCancelled():
+        case jobs.JobSucceeded() | jobs.JobFailed() | jobs.JobCancelled():
             _end(state, state.jobs[event.job_id], event, unix)
-        case JobForgotten():
+        case jobs.JobForgotten():
             del state.requests[state.jobs.pop(event.job_id).request_id]
 
 
-def _note_rate(state: ClusterState, job: Job, event: RateChanged, now: float, unix: float) -> None:
+def _note_rate(
+    state: ClusterState, job: Job, event: jobs.RateChanged, now: float, unix: float
+) -> None:
     last, told = job.stand_bys.get(event.worker), job.slow.get(event.worker)
     if last is not None and last.process != event.incarnation:
         del job.stand_bys[event.worker]
@@ -101,7 +76,7 @@ def _note_rate(state: ClusterState, job: Job, event: RateChanged, now: float, un
     job.slow = slow_after(state, job, event)
 
 
-def _adopt(state: ClusterState, event: JobAdopted, now: float, unix: float) -> None:
+def _adopt(state: ClusterState, event: jobs.JobAdopted, now: float, unix: float) -> None:
     """Add an adopted job. It has been trained, so observations of it count as after a restart."""
     state.jobs[event.job_id] = Job(
         id=event.job_id,
@@ -118,7 +93,7 @@ def _adopt(state: ClusterState, event: JobAdopted, now: float, unix: float) -> N
         state.nodes[name].held = None
 
 
-def _submitted(event: JobSubmitted, unix: float, sequence: int) -> Job:
+def _submitted(event: jobs.JobSubmitted, unix: float, sequence: int) -> Job:
     job = Job(
         id=event.job_id,
         request_id=event.request_id,
@@ -128,7 +103,7 @@ def _submitted(event: JobSubmitted, unix: float, sequence: int) -> Job:
         profile_only=event.profile_only,
     )
     if event.profile is not None:
-        job.profiling.chosen = ProfileChosen(
+        job.profiling.chosen = jobs.ProfileChosen(
             job_id=job.id,
             source="file",
             profile=event.profile,
@@ -138,7 +113,7 @@ def _submitted(event: JobSubmitted, unix: float, sequence: int) -> Job:
     return job
 
 
-def _ask_for_checkpoint(job: Job, event: CheckpointRequested) -> None:
+def _ask_for_checkpoint(job: Job, event: jobs.CheckpointRequested) -> None:
     job.saves.requested = event.number
     job.saves.numbers[event.request_id] = event.number
     while len(job.saves.numbers) > KNOWN_REQUESTS:
@@ -146,21 +121,24 @@ def _ask_for_checkpoint(job: Job, event: CheckpointRequested) -> None:
 
 
 def _note_save(
-    job: Job, event: CheckpointPublished | SaveProblem | JobRestored, now: float, unix: float
+    job: Job,
+    event: jobs.CheckpointPublished | jobs.SaveProblem | jobs.JobRestored,
+    now: float,
+    unix: float,
 ) -> None:
     match event:
-        case CheckpointPublished():
+        case jobs.CheckpointPublished():
             # An earlier checkpoint may be reported later, by an agent that was away.
             if _is_newest(job, event.saved.step):
                 job.saves.checkpoint, job.saves.failure = event.saved, ""
                 job.saves.checkpoint_at = unix
             job.saves.known = (*job.saves.known, event.saved)[-KNOWN_REPORTS:]
             job.saves.answered = max(job.saves.answered, event.saved.request)
-        case SaveProblem():
+        case jobs.SaveProblem():
             job.saves.failure = event.failed.reason
             job.saves.known = (*job.saves.known, event.failed)[-KNOWN_REPORTS:]
             job.saves.answered = max(job.saves.answered, event.failed.request)
-        case JobRestored():
+        case jobs.JobRestored():
             job.rollback.restored = event.restored
             step = event.restored.step
             if event.resumed:
@@ -186,19 +164,19 @@ def _is_newest(job: Job, step: int) -> bool:
 def _take_turn(
     state: ClusterState,
     job: Job,
-    event: JobStarted | JobPutBack | JobWaiting,
+    event: jobs.JobStarted | jobs.JobPutBack | jobs.JobWaiting,
     now: float,
     unix: float,
 ) -> None:
     before, why = job.state, job.reason
     move(job, event)
     match event:
-        case JobStarted():
+        case jobs.JobStarted():
             state.active = job.id
             _release(state, job.id)
             if job.current.made is None:
                 job.waiting_since = 0.0
-        case JobPutBack():
+        case jobs.JobPutBack():
             state.active, job.passed_over = None, True
             job.profiling.under_way = None
             job.reason = f"{why}; {event.instead} has its turn meanwhile"
@@ -208,7 +186,7 @@ def _take_turn(
                 nodes = {worker.node for worker in (*made.plan.workers, *made.leaving)}
                 yielded = (NodeYielded(job_id=job.id, node=name) for name in sorted(nodes))
                 job.current.losses = tuple(yielded)
-        case JobWaiting():
+        case jobs.JobWaiting():
             job.profiling.under_way = None
             job.waiting_since = job.waiting_since or unix
             if before != "waiting for nodes":
@@ -224,13 +202,13 @@ def _release(state: ClusterState, job_id: JobId) -> list[Node]:
     return nodes
 
 
-def _measure(job: Job, event: MeasuringStarted | ProfileChosen, now: float) -> None:
+def _measure(job: Job, event: jobs.MeasuringStarted | jobs.ProfileChosen, now: float) -> None:
     move(job, event)
     match event:
-        case MeasuringStarted():
+        case jobs.MeasuringStarted():
             job.profiling.under_way, job.profiling.attempts = event, event.wish.attempt
             job.seen.profiling = ProfilingSeen(measuring_since=now)
-        case ProfileChosen():
+        case jobs.ProfileChosen():
             job.profiling.chosen, job.profiling.under_way = event, None
             job.seen.profiling.measuring_since = None
 
@@ -251,11 +229,9 @@ def _forget_what_led_there(job: Job) -> None:
     seen.peers_lost.clear()
 
 
-def _end(
-    state: ClusterState, job: Job, event: JobSucceeded | JobFailed | JobCancelled, unix: float
-) -> None:
+def _end(state: ClusterState, job: Job, event: jobs.JobEnded, unix: float) -> None:
     move(job, event)
-    job.reason = event.reason if isinstance(event, JobFailed) else ""
+    job.reason = event.reason if isinstance(event, jobs.JobFailed) else ""
     job.finished_at = unix
     job.profiling.under_way = None
     job.current.losses = ()
@@ -269,27 +245,27 @@ def _end(
         other.passed_over = False
 
 
-def apply_plan(state: ClusterState, event: PlanEvent, now: float, unix: float) -> None:
+def apply_plan(state: ClusterState, event: jobs.PlanEvent, now: float, unix: float) -> None:
     job = state.jobs[event.job_id]
     match event:
-        case PlanFound():
+        case jobs.PlanFound():
             job.lineage.plans[event.plan.generation] = event.plan
             job.lineage.emptied.difference_update(event.plan.nodes)
-        case PlanMade():
+        case jobs.PlanMade():
             move(job, event)
             told = version_pairs(state.versions_of(event.plan.nodes))
             job.lineage.mixed = tuple(sorted({*job.lineage.mixed, *told}))
             _make_plan(job, event, now, unix)
-        case FirstStepCommitted():
+        case jobs.FirstStepCommitted():
             move(job, event)
             _step(state, job, event, unix)
-        case FollowUpDropped():
+        case jobs.FollowUpDropped():
             made = job.current.made
             if made is not None and made.plan.generation == event.generation:
                 job.current.made = msgspec.structs.replace(made, then="")
 
 
-def _make_plan(job: Job, event: PlanMade, now: float, unix: float) -> None:
+def _make_plan(job: Job, event: jobs.PlanMade, now: float, unix: float) -> None:
     seen = job.seen
     loss = seen.loss or LossSeen(now - event.detect_s, now)
     job.current.waited_s = max(0.0, unix - job.waiting_since) if job.waiting_since else 0.0
@@ -331,7 +307,7 @@ def _make_plan(job: Job, event: PlanMade, now: float, unix: float) -> None:
     job.lineage.emptied.difference_update(event.plan.nodes)
 
 
-def _base(job: Job, event: PlanMade) -> Plan | None:
+def _base(job: Job, event: jobs.PlanMade) -> Plan | None:
     """Return the base of the plan in `event`, which follows `job.current.made`."""
     before, base = job.current.made, job.current.base
     if event.passes_over:
@@ -343,7 +319,7 @@ def _base(job: Job, event: PlanMade) -> Plan | None:
     return base_behind(plan, base, policy=event.policy, rule=event.rule)
 
 
-def _note_replaced(job: Job, event: PlanMade) -> None:
+def _note_replaced(job: Job, event: jobs.PlanMade) -> None:
     """Note the processes that the plan in `event` replaces; it follows `job.current.made`."""
     before = job.current.made.incarnations if job.current.made is not None else ()
     job.lineage.replaced |= {process: rank == 0 for rank, process in enumerate(before)}
@@ -353,7 +329,7 @@ def _note_replaced(job: Job, event: PlanMade) -> None:
         del job.lineage.replaced[next(iter(job.lineage.replaced))]
 
 
-def _step(state: ClusterState, job: Job, event: FirstStepCommitted, unix: float) -> None:
+def _step(state: ClusterState, job: Job, event: jobs.FirstStepCommitted, unix: float) -> None:
     job.current.trained, job.current.trained_base = job.current.made, job.current.base
     for node in job.current.members:
         job.seen.faults.stillborn.pop(node, None)
@@ -398,7 +374,7 @@ def _forget_processes(state: ClusterState, job: Job) -> None:
 
 def _stand_bys_after(
     known: Mapping[WorkerId, StandBy],
-    event: PlanMade,
+    event: jobs.PlanMade,
     before: Mapping[WorkerId, Incarnation],
     unix: float,
 ) -> dict[WorkerId, StandBy]:

@@ -10,25 +10,7 @@ from dataclasses import replace
 from typing import Literal
 
 from oobleck.core.ids import NodeName
-from oobleck.master.events.nodes import (
-    DrainEvent,
-    NodeCleared,
-    NodeDrained,
-    NodeDrainRequested,
-    NodeEvent,
-    NodeForgotten,
-    NodeHeld,
-    NodeKept,
-    NodeLeftOut,
-    NodeLost,
-    NodeQuarantined,
-    NodeRegistered,
-    NodeReleased,
-    NodeReset,
-    NodeUndrained,
-    UnknownJobEnded,
-    WorkerLost,
-)
+from oobleck.master.events import nodes
 from oobleck.master.state import evidence
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.job import Job
@@ -40,34 +22,34 @@ from oobleck.proto.types import NodeFacts
 FORGET_S = 3600.0
 
 
-def apply(state: ClusterState, event: NodeEvent, now: float, unix: float) -> None:
+def apply(state: ClusterState, event: nodes.NodeEvent, now: float, unix: float) -> None:
     match event:
-        case NodeRegistered():
+        case nodes.NodeRegistered():
             _register(state, event, now)
-        case NodeHeld():
+        case nodes.NodeHeld():
             state.nodes[event.node].held = Held(
                 job_id=event.job_id, since=unix, queued=event.queued
             )
-        case NodeCleared():
+        case nodes.NodeCleared():
             node = state.nodes[event.node]
             node.stale_workers, node.held = False, None
-        case NodeLost():
+        case nodes.NodeLost():
             _lose_node(state, event, now, unix)
-        case WorkerLost():
+        case nodes.WorkerLost():
             if not event.late:
                 what = f"{event.worker}: {event.reason}"
                 _note_failure(state.nodes[event.worker.node], what, unix)
             lose(state.jobs[event.job_id], event, now, detect_s=event.detect_s)
-        case NodeLeftOut():
+        case nodes.NodeLeftOut():
             _leave_out(state.jobs[event.job_id], event, now)
-        case NodeReset():
+        case nodes.NodeReset():
             _reset(state.nodes[event.node], state.jobs[event.job_id], event, now)
-        case NodeDrained():
+        case nodes.NodeDrained():
             _drain(state, event, now, unix)
             if event.job_id is not None:
                 lose(state.jobs[event.job_id], event, now)
                 _note_emptied(state, event.node)
-        case NodeForgotten():
+        case nodes.NodeForgotten():
             del state.nodes[event.node]
             for job in state.jobs.values():
                 _forgive(job, event.node)
@@ -75,7 +57,7 @@ def apply(state: ClusterState, event: NodeEvent, now: float, unix: float) -> Non
             _drain(state, event, now, unix)
 
 
-def end_unknown(state: ClusterState, event: UnknownJobEnded) -> None:
+def end_unknown(state: ClusterState, event: nodes.UnknownJobEnded) -> None:
     """Mark the workers of an unknown job as stale, so that they end."""
     for name in event.nodes:
         node = state.nodes[name]
@@ -93,7 +75,7 @@ def restarted(node: Node, now: float, unix: float) -> None:
         node.seen.release_at = now + max(0.0, node.drain.until - unix)
 
 
-def _register(state: ClusterState, event: NodeRegistered, now: float) -> None:
+def _register(state: ClusterState, event: nodes.NodeRegistered, now: float) -> None:
     name = event.facts.node
     node = Node(facts=event.facts, stale_workers=event.stale_workers, seen=NodeSeen(last_heard=now))
     known = state.nodes.get(name)
@@ -120,18 +102,18 @@ def _note_emptied(state: ClusterState, name: NodeName) -> None:
         state.job.lineage.emptied.add(name)
 
 
-def _take_back_loss(job: Job, event: NodeRegistered) -> None:
+def _take_back_loss(job: Job, event: nodes.NodeRegistered) -> None:
     """Take back the node's loss: the same agent is back before any plan was made without it."""
     job.current.losses = tuple(
         loss
         for loss in job.current.losses
-        if not (isinstance(loss, NodeLost) and loss.node == event.facts.node)
+        if not (isinstance(loss, nodes.NodeLost) and loss.node == event.facts.node)
     )
     if not job.current.losses:
         job.seen.loss = None
 
 
-def _lose_node(state: ClusterState, event: NodeLost, now: float, unix: float) -> None:
+def _lose_node(state: ClusterState, event: nodes.NodeLost, now: float, unix: float) -> None:
     node = state.nodes[event.node]
     if event.cause == "left":
         _note_emptied(state, event.node)
@@ -151,7 +133,7 @@ def _lose_node(state: ClusterState, event: NodeLost, now: float, unix: float) ->
         lose(job, event, now, detect_s=event.detect_s)
 
 
-def _leave_out(job: Job, event: NodeLeftOut, now: float) -> None:
+def _leave_out(job: Job, event: nodes.NodeLeftOut, now: float) -> None:
     if job.current.has_member(event.node):
         lose(job, event, now)
     else:
@@ -167,29 +149,29 @@ def _leave_out(job: Job, event: NodeLeftOut, now: float) -> None:
     job.seen.faults.stillborn.pop(event.node, None)
 
 
-def _reset(node: Node, job: Job, event: NodeReset, now: float) -> None:
+def _reset(node: Node, job: Job, event: nodes.NodeReset, now: float) -> None:
     """Take the node's work away, for others to do; the node returns as any other lost one does."""
     lose(job, event, now, detect_s=event.detect_s)
     job.seen.since_step.stalls += 1
     node.stale_workers |= not event.keeps_workers
 
 
-def _drain(state: ClusterState, event: DrainEvent, now: float, unix: float) -> None:
+def _drain(state: ClusterState, event: nodes.DrainEvent, now: float, unix: float) -> None:
     node = state.nodes[event.node]
     match event:
-        case NodeDrainRequested():
+        case nodes.NodeDrainRequested():
             _note_request(state, event.request_id)
             node.drain = _wished(node.drain, event)
-        case NodeKept() if node.drain is not None:
+        case nodes.NodeKept() if node.drain is not None:
             save = max(node.drain.save, event.save)
             node.drain = replace(node.drain, kept=event.reason, save=save)
-        case NodeDrained() if node.drain is not None:
+        case nodes.NodeDrained() if node.drain is not None:
             node.drain = replace(node.drain, kept="", done=True)
-        case NodeQuarantined() if node.drain is None:
+        case nodes.NodeQuarantined() if node.drain is None:
             _quarantine(node, event, now, unix)
-        case NodeReleased() if node.is_quarantined or node.is_out_as_sick:
+        case nodes.NodeReleased() if node.is_quarantined or node.is_out_as_sick:
             node.drain = None
-        case NodeUndrained():
+        case nodes.NodeUndrained():
             node.failures = Failures()
             node.excused |= {*event.excused}
             _note_request(state, event.request_id)
@@ -213,7 +195,7 @@ def _forgive(job: Job, node: NodeName) -> None:
     }
 
 
-def _quarantine(node: Node, event: NodeQuarantined, now: float, unix: float) -> None:
+def _quarantine(node: Node, event: nodes.NodeQuarantined, now: float, unix: float) -> None:
     before, until = node.failures, unix + event.seconds
     again = unix <= before.quarantined_until + FORGET_S
     node.drain = Drain(
@@ -239,7 +221,7 @@ def _note_request(state: ClusterState, request_id: str) -> None:
         state.node_requests.append(request_id)
 
 
-def _wished(before: Drain | None, event: NodeDrainRequested) -> Drain:
+def _wished(before: Drain | None, event: nodes.NodeDrainRequested) -> Drain:
     """Return the drain after a request. An operator's drain does not end with the agent, even if
     the agent asks for it too."""
     by_agent = not event.request_id
