@@ -77,11 +77,8 @@ async def serve(
     listening: socket.socket | None = None,
     health_listen: str | None = None,
 ) -> int:
-    """Run until a signal or a refusal, and return the exit code.
-
-    Without credentials the agent joins by the token first. Raises CommandFailed where it cannot.
-    `listening`: where metrics are served, `health_listen`: where health is; None: nowhere.
-    """
+    """Run until a signal or a refusal, and return the exit code. Raises CommandFailed. `listening`:
+    serves metrics; `health_listen`: serves health; None: nowhere."""
     environment = Environment()
     incarnation = new_incarnation(environment)
     outbox = Outbox(incarnation)
@@ -116,8 +113,7 @@ async def _run(
     examiner: Examiner,
     listening: socket.socket | None,
 ) -> str | None:
-    """Run the agent until a signal (None), or until the master refuses it, and return the
-    refusal."""
+    """Run the agent until a signal (None) or the master's refusal, which is returned."""
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, supervisor.leave)
     for signum in end_signals():
@@ -151,8 +147,7 @@ async def _run(
 
 @asynccontextmanager
 async def _answering_health(address: str | None, supervisor: Supervisor) -> AsyncIterator[None]:
-    """Answer health probes at `address`, even before the agent has joined, which may take as long
-    as the master is away. None: answer none."""
+    """Answer health probes at `address`, even before the agent has joined; None: answer none."""
     if address is None:
         yield
         return

@@ -1,8 +1,7 @@
 """Configuration of one agent, built once in `__main__`, and its workers' environment.
 
-Workers get the variables that they are known to need, and those that the operator names. Jobs run
-any code and may print anything. So a secret in an agent's environment, such as another program's,
-must not reach them.
+Workers get the variables that they need or that the operator names: jobs run any code and may print
+anything, so no secret of the agent's environment may reach them.
 """
 
 import re
@@ -59,8 +58,7 @@ def read_patterns(texts: Iterable[str]) -> tuple[str, ...]:
 
 
 def passed_on(environment: Mapping[str, str], more: Iterable[str] = ()) -> dict[str, str]:
-    """Return the part of `environment` that workers get. `more`: patterns beside those of all
-    agents."""
+    """Return the part of `environment` that workers get; `more`: patterns of the operator."""
     patterns = (*PASSED, *more)
     names = {pattern for pattern in patterns if not pattern.endswith("*")}
     beginnings = tuple(pattern[:-1] for pattern in patterns if pattern.endswith("*"))
@@ -129,6 +127,5 @@ class AgentConfig:
         return device_kind(self.gpus, self.worker_slots, self.environment)
 
     def gpu_of(self, slot: int) -> Gpu | None:
-        """Return the GPU of the worker of `slot`, which sees no other; None: it computes on CPUs.
-        If there are more slots than GPUs, slots share them."""
+        """Return the only GPU that the worker of `slot` sees; None: it computes on CPUs."""
         return self.gpus[slot % len(self.gpus)] if self.gpus else None

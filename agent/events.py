@@ -144,8 +144,7 @@ class GpusRead(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Paused(msgspec.Struct, frozen=True, kw_only=True):
-    """Event: this agent did not run for `seconds`, so no process is blamed for its silence
-    meanwhile."""
+    """Event: this agent did not run for `seconds`; no process is blamed for its silence then."""
 
     seconds: float
 
@@ -159,8 +158,7 @@ class WarmReady(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WarmExited(msgspec.Struct, frozen=True, kw_only=True):
-    """Event: the warm process and its workers are gone. The workers' exits are events of their
-    own."""
+    """Event: the warm process and its workers are gone; the workers' exits are further events."""
 
     #: How it ended, and its last line of output.
     how: str = ""

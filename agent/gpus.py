@@ -209,8 +209,7 @@ class GpuHealth:
         return {trouble.bus for trouble in found if trouble.sick}
 
     def told(self) -> tuple[str, str]:
-        """Return the reasons against training here, and the lesser troubles; empty if there are
-        none."""
+        """Return the reasons against training here, and the lesser troubles; empty: none."""
         found = troubles(self.newest().values(), self._xids)
         sick = [str(trouble) for trouble in found if trouble.sick]
         rest = [str(trouble) for trouble in found if not trouble.sick]
@@ -219,8 +218,8 @@ class GpuHealth:
         return _as_lines(sick), "; ".join(rest)[:_MOST]
 
     def hindrance(self, slot: int, own: Collection[int]) -> str:
-        """Return what slows the worker of the slot; empty if nothing does. `own`: processes of this
-        node's workers."""
+        """Return what slows the worker of the slot, if anything. `own`: processes of the node's
+        workers."""
         if not self.places:
             return ""
         samples = self._samples.get(self.places[slot % len(self.places)], ())

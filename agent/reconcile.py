@@ -104,8 +104,7 @@ def _silence(worker: WorkerState) -> str:
 
 
 def _is_irreplaceable(state: NodeState, worker: WorkerState) -> bool:
-    """Return whether training would end with this worker: its part of the model is on no other
-    worker, nor on the disk."""
+    """Return whether training would end with this worker, whose layers nobody else has."""
     desired = state.desired
     if worker.entered == NO_GENERATION:
         return False  # it has nothing yet
@@ -189,8 +188,7 @@ def _fork(state: NodeState, agenda: Agenda) -> None:
 
 
 def _leave(state: NodeState, agenda: Agenda) -> None:
-    """End the agent, once asked to: when the work has moved off, the drain's time is over, or no
-    master can move the work."""
+    """End the agent, once asked to, when its work has moved off, or can or need not any more."""
     if state.leave_at is None or state.leave_by is None:
         return
     alone_since = state.alone_since
@@ -297,12 +295,9 @@ def _why_stop(state: NodeState, worker: WorkerState) -> str | None:
 
 
 def _counts_on(state: NodeState, assign: Assign, worker: WorkerState) -> bool:
-    """Return whether the plan is for exactly this process, and has not been sent to it (nor a newer
-    one).
-
-    A process that reads other data would make all fail in their rendezvous; the master leaves it
-    out.
-    """
+    """Return whether the plan is for exactly this process, and neither it nor a newer one was sent.
+    A process that reads other data is left out by the master, or all would fail in their
+    rendezvous."""
     incarnations = state.desired.worker_incarnations
     return (
         worker.closed_at is None
@@ -329,8 +324,7 @@ def _measure_alone(state: NodeState, wish: Measure, worker: WorkerState, agenda:
 
 
 def _can_measure(wish: Measure, worker: WorkerState) -> bool:
-    """Return whether the worker is up, has no plan yet, and has not been asked for this or a newer
-    attempt."""
+    """Return whether the worker is up without a plan, and was not asked for this attempt yet."""
     return (
         worker.closed_at is None
         and worker.card != ""

@@ -33,8 +33,7 @@ KNOWN_STEPS = 100
 
 @dataclass(slots=True)
 class StartBudget:
-    """Back-off of one process: the first starts are free, then the wait doubles from one second to
-    half a minute."""
+    """Back-off of a process: free starts first, then a wait that doubles up to half a minute."""
 
     quick_ends: int = 0
     not_before: float = 0.0
@@ -138,8 +137,7 @@ class NodeState:
         return next(failures, "")
 
     def has_heirs(self) -> bool:
-        """Return whether other nodes train with the workers here, and could take over their
-        part."""
+        """Return whether other nodes train with the workers here, and could take over."""
         assign = self.desired.assign
         others = {*assign.plan.nodes} - {self.node} if assign is not None else set()
         return bool(self.workers) and bool(others)
@@ -154,11 +152,8 @@ class NodeState:
         return sorted(here, key=lambda worker: worker.slot)
 
     def faults_for(self, slot: int) -> tuple[FaultRule, ...]:
-        """Return the scripted faults for the next worker of `slot`.
-
-        A replacement gets none: it repeats the step at which its predecessor ended, and the fault
-        that caused that end must not strike it too.
-        """
+        """Return the scripted faults for the next worker of `slot`. A replacement gets none: it
+        repeats the step at which the fault struck."""
         if self.slots[slot].launches:
             return ()
         mine = WorkerId(self.node, slot)

@@ -157,8 +157,7 @@ class Supervisor:
         self._handle(events.NotUnderstood(reason=reason))
 
     def record(self, job_id: JobId, wish: Record) -> None:
-        """Have the workers of that job record; the master asks again for recordings that do not
-        arrive."""
+        """Have the workers of that job record; the master asks again for what does not arrive."""
         for incarnation, worker in self._state.workers.items():
             if worker.job_id == job_id and incarnation in self._pool.processes:
                 self._pool.processes[incarnation].send(wish)
@@ -226,8 +225,7 @@ class Supervisor:
             self._handle(events.WorkerForked(incarnation=incarnation, pid=pid))
 
     def fork_failed(self, incarnation: Incarnation, reason: str) -> None:
-        """Handle a failed fork. There is no process, so no exit is reported; the slot's budget
-        spaces the retries."""
+        """Handle a failed fork: no process, so no exit; the slot's budget spaces the retries."""
         process = self._pool.processes.get(incarnation)
         if process is None or process.buried:
             return
@@ -297,8 +295,7 @@ class Supervisor:
     async def _gone(
         self, process: WorkerProcess, exit_code: int | None, signum: int | None, wait_s: float
     ) -> None:
-        """Process the last messages of a worker that has ended or is about to, then report it and
-        forget it."""
+        """Process the last messages of a worker that ends, then report it and forget it."""
         with suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
                 await process.silent.wait()

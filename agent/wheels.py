@@ -68,17 +68,15 @@ class WheelCache:
     """Cache of wheels that are unpacked on this node."""
 
     def __init__(self, master: Callable[[], Endpoint] | None, folder: Path | None = None) -> None:
-        """Use `folder` for the cache, or one below the home where it is None. `master` returns the
-        address that wheels come from, with the newest certificate. None: this node takes no
-        wheels."""
+        """Use `folder`, or one below the home. `master`: returns the address and newest certificate
+        of whom wheels come from; None: this node takes no wheels."""
         self._master = master
         self._folder = folder
         #: All workers of a node want the same one at the same time.
         self._alone = asyncio.Lock()
 
     async def complete(self, launch: Launch) -> Launch:
-        """Return the launch with the folder of the job's unpacked code, or with the reason why it
-        has none."""
+        """Return the launch with the folder of the job's unpacked code, or why there is none."""
         digest = digest_of(launch.job.code)
         try:
             if self._master is None or digest is None:

@@ -108,10 +108,8 @@ _SIGNED = frozenset(
 
 
 def check_encoded(kind: Descriptor, data: bytes) -> None:
-    """Check how many items and bytes an encoded message of that kind holds, without parsing it.
-
-    Raises ValueError that names the field, or says that the data are no message.
-    """
+    """Check how many items and bytes an encoded message holds, without parsing it. Raises
+    ValueError."""
     if len(data) <= SMALL_BYTES:
         return
     left = _MOST_FIELDS
@@ -175,7 +173,7 @@ def _varint(data: memoryview, at: int) -> tuple[int, int]:
 
 
 def check_bounds(value: object) -> None:
-    """Check all values in a message, a Struct or a dataclass. Raises ValueError that names the
+    """Check all values in a message, Struct or dataclass. Raises ValueError that names the
     field."""
     if isinstance(value, Message):
         message = value.DESCRIPTOR.name

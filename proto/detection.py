@@ -18,8 +18,8 @@ def welcome_message(
     head: Head | None = None,
     addresses: Sequence[str] = (),
 ) -> pb.Welcome:
-    """Return the welcome for an agent. `protocol`: the version that agent and master speak;
-    `addresses`: those of the cluster's heads."""
+    """Return the welcome for an agent that speaks `protocol`; `addresses`: of the cluster's
+    heads."""
     spans = {field.name: getattr(detection, field.name) for field in fields(Detection)}
     who = head_message(head) if head is not None else None
     return pb.Welcome(
@@ -28,11 +28,7 @@ def welcome_message(
 
 
 def read_welcome(message: pb.Welcome) -> tuple[Detection, int, Head | None]:
-    """Return the time-outs, the protocol that master and agent speak, and the master's head.
-
-
-    Raises ValueError where the message is invalid.
-    """
+    """Return the time-outs, the protocol, and the master's head. Raises ValueError."""
     told, protocol = message.detection, message.protocol
     if not OLDEST <= protocol <= NEWEST:
         ours = span(OLDEST, NEWEST)

@@ -43,8 +43,7 @@ _BOUNDS = (
 
 
 def health_handler(probes: Probes) -> "grpc.GenericRpcHandler[Any, Any]":
-    """Return the health service for a server. It lacks Watch, which is optional: a stranger's watch
-    would stay open."""
+    """Return the health service for a server, without Watch: a stranger's would stay open."""
 
     async def check(request: HealthCheckRequest, context: Any) -> HealthCheckResponse:
         if (probe := probes.get(request.service)) is None:

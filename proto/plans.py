@@ -24,8 +24,8 @@ def _stage_message(of: Hop | Hold) -> pb.Stage:
 
 @lru_cache(maxsize=4)
 def plan_message(plan: Plan) -> pb.Plan:
-    """Return the plan as a message, which the caller must copy. It is cached, since it takes
-    milliseconds for many nodes and is needed often."""
+    """Return the plan as a message, which the caller must copy: it is cached, as it takes
+    milliseconds."""
     message = pb.Plan(
         generation=plan.generation,
         pipelines=[

@@ -10,8 +10,7 @@ OLDEST, NEWEST = 1, 1
 
 
 def common(oldest: int, newest: int) -> int | None:
-    """Return the newest version that this release and an end with that range speak; None if there
-    is none."""
+    """Return the newest version that this release and such an end speak; None: there is none."""
     shared = min(newest, NEWEST)
     return shared if shared >= max(oldest, OLDEST) else None
 
@@ -22,8 +21,7 @@ def span(oldest: int, newest: int) -> str:
 
 
 def refusal(node: str, oldest: int, newest: int) -> str:
-    """Return why an agent of that range, with nothing in `common`, cannot take part, and which end
-    to upgrade."""
+    """Return why an agent of that range cannot take part, and which end to upgrade."""
     behind = "the master" if oldest > NEWEST else f"Oobleck on {node}"
     return (
         f"the agent speaks {span(oldest, newest)} and this master {span(OLDEST, NEWEST)}: upgrade "

@@ -89,8 +89,7 @@ def _read_record(message: pb.StepRecord) -> StepRecord:
 
 
 def read_records(message: pb.StepRecords) -> tuple[JobId, tuple[StepRecord, ...], Generation]:
-    """Return the job, the records, and the generation that found them beside a checkpoint. Raises
-    ValueError that names the field."""
+    """Return job, records, and the generation that restored them. Raises ValueError."""
     with in_field("records"):
         records = tuple(map(_read_record, message.records))
         return read_job_id(message.job_id), records, Generation(message.restored_in)

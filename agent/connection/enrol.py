@@ -1,6 +1,5 @@
 """Certificate of the node: issued for a join token, kept in a folder, renewed before it ends.
 
-An agent uses no credentials but its node's, so it looks at the folder before it looks at a token.
 The key is made before the token is used, and never leaves the folder. A join that was cut off is
 repeated with the same key, which the master recognises. Must not know sessions.
 """
@@ -77,10 +76,9 @@ def read_join_token(path: Path | None) -> Credentials | None:
 def choose_way(
     master: str, name: str, folder: Path | None, token: Credentials | None, *, insecure: bool
 ) -> "Holder":
-    """Choose the agent's credentials; if the folder has none yet, the holder is to join by `token`.
-    If the master belongs to the agent's own user, that user's authority signs for the agent.
-    `master`: addresses of heads, with commas between them. Raises ValueError with the flag and the
-    fix."""
+    """Choose the agent's credentials; without any, the holder is to join by `token`. An authority
+    of the agent's own user signs for it. `master`: addresses with commas. Raises ValueError with
+    the flag and the fix."""
     heads = split_addresses(master)
     if insecure:
         if folder is not None or token is not None:
@@ -163,8 +161,8 @@ def _check_token(folder: Path, token: Credentials, name: str) -> None:
 
 
 async def join(heads: Heads, folder: Path, token: Credentials, name: str) -> Credentials:
-    """Get a certificate by the token, retrying until the master answers. Raises Denied, ValueError
-    (the folder), OSError."""
+    """Get a certificate by the token, however long the master is away. Raises Denied, ValueError,
+    OSError."""
     request = pb.JoinRequest(request=pki.new_request(own_key(folder)), name=name)
     reply = await _until_answered(heads, token, request)
     found = keep(folder, token.authority, reply.certificate.encode())

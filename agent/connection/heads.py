@@ -1,9 +1,8 @@
 """Addresses: where the cluster's heads may be, which one to call, and this host's own.
 
-Addresses of --master come first, then those that a head has sent and that were stored beside the
-credentials. Every head shows a certificate of the one authority, so a wrong address costs only
-time. Without credentials no addresses are learned: a call in the clear may not leave the host. Must
-not know what is said to a head.
+Addresses of --master come first, then those that a head has sent, stored beside the credentials.
+Every head shows a certificate of the one authority, so a wrong address costs only time. A call in
+the clear may not leave the host, so it learns none. Must not know what is said to a head.
 """
 
 import asyncio
@@ -24,8 +23,7 @@ _MOST_BYTES = 16 << 10
 
 
 def local_address(masters: Sequence[str]) -> str:
-    """Return this host's address that packets to the first reachable master leave from. Sends
-    nothing. Raises OSError."""
+    """Return the address by which packets to the first reachable master leave. Raises OSError."""
     for master in masters[:-1]:
         with suppress(OSError):
             return _source(master)
@@ -66,8 +64,7 @@ logger = logging.getLogger(__name__)
 
 class Heads:
     def __init__(self, given: Sequence[str], folder: Path | None) -> None:
-        """Start at the operator's addresses, of which there is at least one. `folder`: the
-        credentials', if there are any."""
+        """Start at the operator's addresses. `folder`: the credentials', if there are any."""
         self._given = tuple(given)
         self._folder = folder
         self._told = _stored(folder) if folder is not None else ()

@@ -91,9 +91,8 @@ class RecordBuffer:
         now: float,
         restored_in: Generation = _MADE_HERE,
     ) -> None:
-        """Keep `record` unless it is acknowledged already. Records of another job are dropped. If
-        two records are of one step, keep the newer generation's. A head that lost earlier steps has
-        records of that generation, and takes no older one after them."""
+        """Keep `record` unless it is acknowledged already. Of two records of one step the newer
+        generation's is kept: a head that has records of that one takes no older ones after them."""
         if job_id != self._job_id:
             self._job_id, self._through = job_id, 0
             self._kept.clear()
@@ -246,8 +245,7 @@ class Outbox:
     def handed(
         self, job_id: JobId, records: Sequence[StepRecord], restored_in: Generation, now: float
     ) -> None:
-        """Keep for the master the records stored beside the checkpoint that a generation resumes
-        from."""
+        """Keep for the master the records beside the checkpoint that a generation resumes from."""
         try:
             message = records_message(job_id, records, restored_in)
             check_bounds(message)
@@ -325,11 +323,8 @@ class Outbox:
         self._records.session_ended()
 
     def take(self, now: float) -> list[pb.AgentMessage]:
-        """Take all messages that are due, in the order in which to send them.
-
-        A phase is sent before the steps that follow it, and the last step before the report that
-        the worker has finished.
-        """
+        """Take all messages that are due, in the order in which to send them: a phase before the
+        steps that follow it, the last step before the report that the worker has finished."""
         found: list[pb.AgentMessage] = []
         words_due = self._words_due_at is not None and now >= self._words_due_at
         records, restored_in = self._records.due(now, hold_s=self._hold_s)
@@ -366,8 +361,7 @@ class Outbox:
 
 
 def _text_of(report: WorkerReport) -> bytes | None:
-    """Encode a report; None if the master would refuse it, and end every session that repeats
-    it."""
+    """Encode a report; None if the master would refuse it, in every session anew."""
     data = report_bytes(report)
     try:
         read_report(data)

@@ -20,10 +20,9 @@ def report_of(worker: WorkerState, what: types.Happening) -> types.WorkerReport:
 
 
 def standing_reports(state: NodeState) -> list[types.WorkerReport]:
-    """Return the reports to repeat in a new session, since the one before may have lost them. These
-    are exits that no plan has answered yet, failures (also why a slot stays empty), losses and
-    measurements. They also include transfers received on the way into a plan, and the last reports
-    on checkpoints and evaluations."""
+    """Return the reports to repeat in a new session, since the one before may have lost them:
+    failures, losses, measurements, layers received, checkpoints, evaluations, and exits that no
+    plan has answered yet."""
     failed = [
         slot.failed
         for slot in state.slots

@@ -45,16 +45,14 @@ _CHANNEL_OPTIONS = (
 
 
 def channel_options(detection: Detection) -> tuple[tuple[str, int], ...]:
-    """Return the channel's options. Connecting may take as long as an answer. If a thousand agents
-    return at once, their handshakes take a master seconds, and an abandoned handshake must be done
-    again."""
+    """Return the channel's options. Connecting may take as long as an answer: handshakes of a
+    thousand agents that return at once take a master seconds."""
     attempt = ("grpc.min_reconnect_backoff_ms", int(1000 * detection.answer_s))
     return (*_CHANNEL_OPTIONS, attempt, *keepalive_options(detection))
 
 
 def next_retry_s(retry_s: float, detection: Detection) -> float:
-    """Return the longest wait after one of at most `retry_s`. Agents wait a random part of it, so
-    that they do not all return at the same moment after a master's restart."""
+    """Return the longest wait after one of at most `retry_s`; agents wait a random part of it."""
     return min(detection.longest_retry_s, 2 * retry_s)
 
 
@@ -138,8 +136,8 @@ class Session:
         self._running_as_told = pb.Assignment()
 
     async def run(self) -> str | None:
-        """Hold sessions until the master refuses for good (returns the reason) or `close` is called
-        (None)."""
+        """Hold sessions until `close` is called, or the master refuses for good: return the
+        reason."""
         while not self._is_over():
             endpoint = self._endpoint()
             options = channel_options(self._detection)
@@ -186,8 +184,7 @@ class Session:
         self._outbox.wake.set()
 
     def _is_over(self) -> bool:
-        """Return whether no further session may begin. An agent that ends sends its last messages
-        in the open session, or not at all."""
+        """Return whether no further session may begin, since the agent ends."""
         return self._closing or self._outbox.current_status.ending
 
     def _trouble(self, reason: str) -> None:
@@ -369,8 +366,7 @@ class Session:
         self._outbox.job_told(question.number, text if job_id == question.job_id else "")
 
     def _assigned(self, assignment: pb.Assignment) -> None:
-        """Apply an assignment. Streams keep the order and sessions follow each other, so the last
-        one is the newest."""
+        """Apply an assignment. Streams keep the order, so the last one is the newest."""
         try:
             desired = read_assignment(assignment)
         except ValueError as error:

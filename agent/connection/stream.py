@@ -48,8 +48,8 @@ class Stream:
         self._call = call
 
     async def register(self, message: pb.AgentMessage) -> pb.MasterMessage:
-        """Register, and return the master's answer. Raises Refused, since a registration that the
-        master cannot accept now it never will, and SessionEnded."""
+        """Register, and return the master's answer. Raises Refused, where no other try helps,
+        SessionEnded."""
         try:
             await self.send(message)
             async with asyncio.timeout(self.answer_s):

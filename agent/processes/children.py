@@ -55,8 +55,7 @@ class EndWatch:
     """Watch of one process's end, in the event loop."""
 
     def __init__(self, pid: int, tell: Callable[[How], None]) -> None:
-        """Watch the process `pid`. `tell` is called once, if the exit status is known before the
-        process has ended."""
+        """Watch the process `pid`. `tell` is called once, if its status is known before its end."""
         self._tell = tell
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
@@ -155,8 +154,7 @@ class WorkerProcess:
         return self._their_socket.fileno(), self._their_output, self.marker.fd
 
     def close_theirs(self) -> None:
-        """Close the worker's ends once they are passed on, so that the worker alone keeps the
-        channel open."""
+        """Close the worker's ends, so that the worker alone keeps the channel open."""
         self._their_socket.close()
         os.close(self._their_output)
 
@@ -208,8 +206,7 @@ class WorkerProcess:
         self._listener.code_fetched(self.incarnation)
 
     def send(self, message: ToWorker) -> None:
-        """Send a message without waiting. A worker that is gone is detected elsewhere; one that
-        does not read is killed."""
+        """Send a message without waiting; a worker that does not read is killed."""
         if self._writer is None or self._writer.is_closing():
             return
         self._writer.write(frame(message))
@@ -236,7 +233,7 @@ class WorkerProcess:
         send_signal(self._handle, signal.SIGUSR1)
 
     def gone(self) -> None:
-        """Take the last output of a process that is ending or has ended, and release all its
+        """Take the last output of a process that is ending or has ended, and release its
         resources."""
         if self._watch is not None:
             self._watch.stop()

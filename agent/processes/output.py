@@ -52,8 +52,7 @@ def _pieces(line: bytes) -> list[bytes]:
 
 
 def read_available(descriptor: int) -> tuple[bytes, bool]:
-    """Read the content of a non-blocking pipe, up to a bound, and return whether its other end is
-    closed."""
+    """Read from a non-blocking pipe, up to a bound, and return whether its other end is closed."""
     try:
         data = os.read(descriptor, _READ_BYTES)
     except BlockingIOError:

@@ -163,8 +163,7 @@ class ProcessPool:
         return events.ForkAsked(slot=slot, incarnation=process.incarnation, fetches=later)
 
     async def _complete(self, freed: asyncio.Event | None, launch: Launch) -> Launch:
-        """Return the complete launch, once the GPU's memory is `freed` and the job's code is
-        there."""
+        """Return the whole launch, once the GPU's memory is `freed` and the job's code is there."""
         if freed is not None:
             with suppress(TimeoutError):
                 async with asyncio.timeout(FREED_S):
