@@ -17,8 +17,7 @@ MOST_ADDRESSES = 16
 
 
 def own_hostname() -> str:
-    """Return this host's name as valid text: the kernel allows any bytes in it, a message only
-    text."""
+    """Return this host's name as valid text, whatever bytes the kernel has."""
     return inline(socket.gethostname())
 
 
@@ -42,29 +41,25 @@ def split_addresses(text: str) -> list[str]:
 
 
 def leaves_host(address: str) -> bool:
-    """Return whether HOST:PORT resolves to any address but loopback ones. False if it does not
-    resolve. Raises ValueError if it is not an address."""
+    """Return whether HOST:PORT resolves to any address but loopback ones. Raises ValueError."""
     return not all(map(_is_loopback, addresses(address)))
 
 
 def stays_on_host(address: str) -> bool:
-    """Return whether HOST:PORT resolves only to loopback addresses. False if it does not resolve,
-    since it may later, as after a boot without a name service. Raises ValueError if it is not an
-    address."""
+    """Return whether HOST:PORT resolves, and only to loopback addresses: a name that does not
+    resolve may do so later. Raises ValueError."""
     found = addresses(address)
     return bool(found) and all(map(_is_loopback, found))
 
 
 def own_address(host: str, port: int) -> str:
-    """Return the HOST:PORT by which this host reaches a listener at `host`, which may be all
-    addresses."""
+    """Return the HOST:PORT by which this host reaches a listener at `host`."""
     everywhere = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
     return f"{everywhere.get(host, host)}:{port}"
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether a host, given by its number or as localhost, is unreachable from other hosts.
-    Resolves no names."""
+    """Return whether a number, or localhost, is unreachable from other hosts. Resolves no names."""
     try:
         return _is_loopback(host)
     except ValueError:
@@ -72,11 +67,8 @@ def is_loopback(host: str) -> bool:
 
 
 def pinned(address: str) -> str:
-    """Replace the name in HOST:PORT by its number, for an address that stays on this host, since a
-    name may resolve to another host later.
-
-    `localhost` is always this host and is kept, as is a name that does not resolve.
-    """
+    """Replace the name in HOST:PORT by its number, for an address of this host: a name may resolve
+    to another one later. `localhost`, and a name that does not resolve, are kept."""
     host, port = split_address(address)
     found = sorted(addresses(address), key=lambda number: ":" in number)
     if host == "localhost" or not found:
@@ -104,8 +96,7 @@ def without_port(host: str) -> str:
 
 
 def addresses(address: str) -> list[str]:
-    """Return the numbers that HOST:PORT resolves to, each once; none where it does not. Raises
-    ValueError if it is not an address."""
+    """Return the numbers that HOST:PORT resolves to; none where it does not. Raises ValueError."""
     host, port = split_address(address)
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)

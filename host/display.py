@@ -9,8 +9,7 @@ from oobleck.core.redact import redact
 
 
 def inline(text: str) -> str:
-    """Return `text` fit to be part of one line. Line ends, cursor movements and hidden characters
-    are shown as text, and the secrets of URLs are hidden."""
+    """Return `text` fit for a line: hidden characters shown as text, secrets of URLs hidden."""
     text = redact(text)
     if text.isprintable():
         return text

@@ -18,8 +18,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def boot_id() -> str:
-    """Return the id of this boot: processes with the same one share a monotonic clock. Empty if the
-    kernel does not say."""
+    """Return the id of this boot, in which processes share a clock; empty: unknown."""
     return _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
 
 
@@ -48,10 +47,8 @@ DEVICE_THREADS = 1 << 16
 
 def chrome_trace(tracks: Sequence[Track]) -> dict[str, Any]:
     """Return the JSON object format of the Trace Event Format: a process per node, a thread per
-    worker, and one for its device if that computes asynchronously.
-
-    Times are microseconds from the first span of all. Sums are asynchronous events: they overlap.
-    """
+    worker and per device. Times are microseconds from the first span; sums, which overlap, are
+    asynchronous."""
     nodes = sorted({track.worker.node for track in tracks})
     starts = [
         span.start_ns + track.clock.offset_ns for track in tracks for span in track.recording.spans

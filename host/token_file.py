@@ -123,11 +123,8 @@ def read_info(path: str | Path) -> TokenFileInfo | None:
 
 
 def type_of(path: str | Path, info: TokenFileInfo | None, wanted: Dtype | None) -> Dtype:
-    """Return the type of the ids in token file `path`.
-
-    Raises DataError if `info`, its description, and `wanted` differ, or neither has it: read in the
-    wrong width most numbers are ids too.
-    """
+    """Return the type of the ids in token file `path`. Raises DataError if `info` and `wanted`
+    differ, or neither has it: read in the wrong width most numbers are ids too."""
     if info is None and wanted is None:
         raise DataError(
             f"the type of the ids in {path} is unknown: there is no "
@@ -207,8 +204,7 @@ def look_through(path: str | Path, dtype: Dtype, vocabulary: int | None = None) 
 def beyond_vocabulary(
     where: str, ids: NDArray[np.unsignedinteger], vocabulary: int, key: str = "dtype"
 ) -> DataError:
-    """Return the error for the highest of `ids`. `where`: its place; `key`: the job key of the ids'
-    type."""
+    """Return the error for the highest of `ids`. `key`: the job key of the ids' type."""
     fix = (
         "set model.vocabulary to more than the highest token, or check that the data's dtype is "
         f"right (they were read as {ids.dtype.name})"
@@ -228,8 +224,7 @@ def narrowest(vocabulary: int) -> Dtype:
 
 
 class TokenWriter:
-    """Writer of a token file: a context that leaves a whole file, or nothing after an error. All
-    methods raise DataError when the disk refuses the data."""
+    """Writer of a token file: a context that leaves a whole file or nothing. Raises DataError."""
 
     def __init__(self, path: str | Path, dtype: Dtype, temporary: str = "") -> None:
         """Make a writer. `temporary`: name of the file while it is being written, in the same

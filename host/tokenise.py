@@ -116,11 +116,8 @@ def _pieces(path: str, raw: BinaryIO, stream: BinaryIO, piece_bytes: int) -> Ite
 
 
 def _cut(content: bytes, piece_bytes: int) -> int:
-    """Return the offset at which a piece may end: after a line end if possible, else before a word;
-    0 if there is no such place yet.
-
-    Tokenizers split there anyway, so that pieces have the tokens of the whole.
-    """
+    """Return where a piece may end: after a line end if possible, else before a word, as tokenizers
+    split too; 0 if there is no such place yet."""
     for end_of in (b"\n", b" "):
         at = content.rfind(end_of, 0, -1)
         while at >= 0:
@@ -166,13 +163,11 @@ class ByteTokenizer:
         return tuple((wanted or "").encode())
 
     def check_vocabulary(self, vocabulary: int) -> None:
-        """Raise DataError where a model of so many tokens cannot take all ids. Text may use only
-        few bytes: each one is checked when it is used."""
+        """Raise DataError where a model cannot take all ids; bytes are checked as they are used."""
 
 
 class FileTokenizer:
-    """Tokenizer described by a `tokenizer.json`, without the tokens that it puts around single
-    texts."""
+    """Tokenizer of a `tokenizer.json`, without the tokens that it puts around texts."""
 
     def __init__(self, path: str) -> None:
         """Load the file; raises DataError."""

@@ -59,8 +59,7 @@ def series(version: str) -> str:
 
 
 def differences(hosts: Iterable[tuple[str, Versions]]) -> Differences:
-    """Return the packages that differ between the named hosts: host names by version, by
-    package."""
+    """Return the packages that differ between the hosts: host names by version, by package."""
     found: dict[str, dict[str, list[str]]] = {}
     for name, versions in sorted(hosts):
         for package in Versions.__struct_fields__:

@@ -85,8 +85,7 @@ class Wheel:
             )
 
     def unpack(self, folder: Path) -> None:
-        """Unpack into a new folder, which exists afterwards only on success. Raises OSError, and
-        ValueError if the wheel is damaged."""
+        """Unpack into a new folder, which exists only on success. Raises OSError, ValueError."""
         folder.mkdir(mode=0o700)
         try:
             for info in self._files:

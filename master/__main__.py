@@ -94,8 +94,7 @@ def choose_retention(forget_nodes_after: str, keep_jobs: int) -> Retention:
 
 
 def _read_backup(backups: Sequence[Path], state_dir: Path) -> Summary | None:
-    """Check the backup to restore into the state directory, and return its summary, if there is
-    one. Raises Unusable."""
+    """Check the backup to restore, if any, and return its summary. Raises Unusable."""
     if len(backups) > 1:
         raise Unusable("--restore: is there more than once; name one backup")
     if not backups:

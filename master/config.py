@@ -8,8 +8,7 @@ from oobleck.host.storage.backup import Summary
 
 
 class Unusable(Exception):
-    """Error in a setting: it names something that cannot be used. The text is one line with the
-    flag and the fix."""
+    """Error in a setting; the text is one line with the flag and the fix."""
 
 
 #: Seconds for which a job waits for nodes before it gives way.

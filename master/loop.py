@@ -68,11 +68,8 @@ class Master:
         environment: Environment | None = None,
         planner: Planner | None = None,
     ) -> None:
-        """Load the state. `planner` makes the plans; None: the loop itself does, and handles no
-        messages meanwhile.
-
-        Raises JournalUnusable, StorageFailed.
-        """
+        """Load the state. `planner`: makes the plans; None: the loop does, and handles no messages
+        then. Raises JournalUnusable, StorageFailed."""
         self._planner = planner or AtOnce()
         self._planner.listen(self._planned)
         self._environment = environment or Environment()

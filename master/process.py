@@ -90,8 +90,7 @@ def give_back() -> None:
 
 @contextlib.contextmanager
 def short_collections(now: Callable[[], float] = time.monotonic) -> Iterator[None]:
-    """Keep full collections of the process short: each looks only at objects created since the last
-    one, and at all objects every ten minutes."""
+    """Have full collections look only at new objects, and at all of them every ten minutes."""
     whole_at = now()
 
     def collecting(phase: str, info: dict[str, int]) -> None:
@@ -116,8 +115,7 @@ _armed: list[tuple[str, int]] = []
 
 
 def arm(point: str, count: int) -> None:
-    """Arm `point`: the process dies when it is reached for the `count`-th time. Raises
-    ValueError."""
+    """Arm `point`: the process dies when it is reached the `count`-th time. Raises ValueError."""
     if point not in POINTS:
         raise ValueError(f"{point!r} is no point to die at; there are {', '.join(POINTS)}")
     _armed.append((point, count))

@@ -55,8 +55,7 @@ _ENDING_S = 2.0
 
 
 async def serve(config: MasterConfig, journal: Journal) -> None:
-    """Serve until a signal ends it. Raises Unusable, StorageFailed, and OutputFailed where nobody
-    can be told the address."""
+    """Serve until a signal ends it. Raises Unusable, StorageFailed, OutputFailed."""
     stopped = asyncio.Event()
     # A process that answers these holds the lock and has replayed the journal.
     probes = {ALIVE: lambda: True, READY: lambda: not stopped.is_set()}
@@ -182,8 +181,7 @@ def _open_health(address: str | None, probes: Probes) -> HealthPort | None:
 
 
 def _read_authority(config: MasterConfig) -> "AuthorityFolder | None":
-    """Read the certificate authority's folder; None: the service runs without TLS. Raises
-    Unusable."""
+    """Read the authority's folder; None: the service is in the clear. Raises Unusable."""
     if config.pki is None:
         return None
     from oobleck.master.api.pki_service import AuthorityFolder

@@ -40,8 +40,7 @@ Copy = tuple[JobId, Tracker]
 
 
 def wanted(state: ClusterState, finished: Collection[Copy]) -> list[Copy]:
-    """Return the copies to write now: of the active job first, then of ended ones, the newest
-    first. Pure."""
+    """Return the copies to write now: of the active job, then of ended ones, newest first."""
     active = [job for job in state.jobs.values() if job.id == state.active]
     ended = [job for job in reversed(state.jobs.values()) if job.state in ENDED]
     copies: list[Copy] = [(job.id, name) for job in [*active, *ended] for name in job.spec.track]
@@ -49,8 +48,7 @@ def wanted(state: ClusterState, finished: Collection[Copy]) -> list[Copy]:
 
 
 def check_installed(job: JobSpec) -> None:
-    """Check that the programs that the job names are installed here, without loading them. Raises
-    ValueError."""
+    """Raise ValueError unless the programs that the job names are installed here."""
     for name in job.track:
         found = importlib.util.find_spec(name)
         if found is None or found.origin is None:  # a folder of that name is no program
@@ -62,8 +60,7 @@ def check_installed(job: JobSpec) -> None:
 
 class Tracking:
     def __init__(self, master: Master, show: Callable[[], tuple[str, ...]]) -> None:
-        """Write copies. `show`: prepares credentials for a process, and returns the flags that name
-        them."""
+        """Write copies. `show`: makes credentials for a process, and returns the flags for them."""
         self._master = master
         self._show = show
         #: Copies that are complete, or were given up.
@@ -158,8 +155,7 @@ class Tracking:
 
 
 def last_line(path: Path) -> str:
-    """Return the last line of a file, reading only its end; empty: it has no lines. Raises
-    OSError."""
+    """Return the last line of a file, from its end; empty: none. Raises OSError."""
     with path.open("rb") as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
         lines = file.read().decode("utf-8", "replace").splitlines()

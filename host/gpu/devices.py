@@ -51,8 +51,7 @@ class GpuReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def chosen_gpus(option: str | None, environment: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the GPUs named by --gpus, or else by CUDA_VISIBLE_DEVICES; empty means all. Raises
-    ValueError."""
+    """Return the GPUs of --gpus, else of CUDA_VISIBLE_DEVICES; empty: all. Raises ValueError."""
     shown = environment.get("CUDA_VISIBLE_DEVICES")
     if option is None:
         return () if shown is None else _before_the_end(shown)
@@ -220,11 +219,8 @@ def find_gpus(environment: Mapping[str, str], chosen: Sequence[str] = ()) -> Gpu
 
 
 def worker_environment(device: str, address: str = "") -> dict[str, str]:
-    """Return the environment variables that workers need beside the user's own.
-
-    `device`: cpu or cuda; `address`: where others reach this host, so that NCCL uses the interface
-    with that address.
-    """
+    """Return the environment variables that workers need beside the user's own. `device`: cpu or
+    cuda; `address`: NCCL uses the interface that has it."""
     common = {
         "OMP_NUM_THREADS": "1",
         # Files there are executed, so the folder is not torch's default in /tmp.
@@ -249,10 +245,7 @@ def _interface_of(address: str) -> str:
 
 def device_kind(gpus: Sequence[Gpu], workers: int, environment: Mapping[str, str]) -> str:
     """Return the name of the device of one of the host's `workers`; equal names mean equal speed.
-
-    `gpus`: GPUs that the workers use; without any they compute on CPUs, with the number of threads
-    in `environment`.
-    """
+    Without `gpus` it is the CPU, with the number of threads in `environment`."""
     if gpus:
         sharing = -(-workers // len(gpus))
         names = ", ".join(sorted({gpu.name for gpu in gpus}))

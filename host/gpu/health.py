@@ -84,8 +84,7 @@ class Trouble(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def troubles(boards: Iterable[GpuSample], xids: Iterable[Xid]) -> tuple[Trouble, ...]:
-    """Return the faults in the newest samples and in the errors reported so far, the sick GPUs
-    first."""
+    """Return the faults in the newest samples and in the errors so far, the sick GPUs first."""
     found = [trouble for board in boards for trouble in _of_board(board)]
     for xid in dict.fromkeys(xids):
         known = _SICK.get(xid.code) or _TOLD.get(xid.code)
@@ -119,11 +118,9 @@ def _of_board(board: GpuSample) -> Iterable[Trouble]:
 
 
 def hindrance(samples: Sequence[GpuSample], own: Collection[int]) -> str:
-    """Return what slows a GPU in most of the samples, newest last; empty if nothing shows.
-
-    `own`: processes that may use it. If NVML names none of them, its process numbers may be of
-    another namespace, and are ignored.
-    """
+    """Return what slows a GPU in most of the samples, newest last; empty if nothing shows. `own`:
+    processes that may use it; if NVML names none of them, its numbers may be of another
+    namespace."""
     most = len(samples) // 2 + 1
     words = dict.fromkeys(
         word

@@ -46,8 +46,7 @@ class Peers(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_peers() -> Peers:
-    """Read `Peers` in a process of its own; empty if NVML does not answer, which another check
-    reports."""
+    """Read `Peers` in a process of its own; empty if NVML does not answer."""
     try:
         output = output_of(python("oobleck.host.gpu.nvml", "peers"), _ANSWER_S)
         return msgspec.json.decode(output, type=Peers)
@@ -84,8 +83,7 @@ _MOST_XIDS = 64
 
 
 def read_forever(every_s: float | None) -> Iterator[Sample]:
-    """Yield a sample at once, then one every so many seconds and with each error; None:
-    only one."""
+    """Yield a sample at once, then one at each interval and error; None: only one."""
     try:
         import pynvml as nvml
     except ImportError:

@@ -29,8 +29,7 @@ class GpuProcess(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GpuSample(msgspec.Struct, frozen=True, kw_only=True):
-    """Sample of one board. A field is None where the board, the driver or the caller's rights do
-    not allow it."""
+    """Sample of one board; None: the board, the driver or the caller's rights do not allow it."""
 
     #: Address as in /sys/bus/pci/devices.
     bus: str
@@ -158,12 +157,9 @@ def check_unused(
     sleep: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
-    """Raise ValueError if another process keeps computing on one of the GPUs, or one of them cannot
-    be read.
-
-    If NVML does not answer, all count as unused. For a part of a divided GPU NVML shows the
-    processes of all parts, so none of them count.
-    """
+    """Raise ValueError if another process keeps computing on one of the GPUs, or one cannot be
+    read. Without an answer of NVML all count as unused, and so do parts of a divided GPU, for which
+    NVML shows the processes of all parts."""
     wanted = {gpu.bus: gpu for gpu in gpus if not gpu.visible.startswith("MIG-")}
     until = clock() + _LEAVE_S
     while True:

@@ -72,14 +72,12 @@ class OwnMaster:
         return self.pki / OPERATOR
 
     def node(self, name: str) -> Path:
-        """Return the folder of the credentials of an agent that this user starts beside
-        the master."""
+        """Return the folder of the credentials of this user's own agent."""
         return self.pki / "nodes" / name
 
 
 def find_own_master(address: str) -> OwnMaster | None:
-    """Return the master of this user at `address`, or None. Raises ValueError if that is not
-    HOST:PORT."""
+    """Return the master of this user at `address`, or None. Raises ValueError."""
     hosts = addresses(address)
     here = any(map(is_loopback, hosts))
     _, port = split_address(address)
@@ -222,12 +220,8 @@ def check_insecure(flag: str, address: str) -> None:
 
 
 def choose_endpoint(addresses: str, credentials: Path | None, *, insecure: bool) -> Endpoint:
-    """Return the master at `addresses` (HOST:PORT, or several separated by commas) with the
-    credentials for it.
-
-    They are `credentials`, else those of the operator if one of these masters is of this process's
-    user. Raises ValueError with the flag and the fix.
-    """
+    """Return the master at `addresses`, with `credentials` or, for a master of this user, those of
+    its operator. Raises ValueError with the flag and the fix."""
     each = split_addresses(addresses)
     if insecure:
         for address in each:

@@ -45,11 +45,7 @@ class Marker:
 
     def verdict(self, status: int | None) -> str:
         """Return the error if the process exited while user code ran in it; empty: none ran, or a
-        signal ended it.
-
-        Our own code clears the record before it exits. `status`: a subprocess return code, None for
-        a signal.
-        """
+        signal ended it. `status`: a subprocess return code, None for a signal."""
         running = self.read()
         if not running or status is None or status < 0:
             return ""
@@ -62,11 +58,8 @@ class Marker:
 
 
 def with_last_line(verdict: str, line: str) -> str:
-    """Return the verdict with the process's last printed line, cut to `MOST_REASON_BYTES`.
-
-    A library that ends the process itself, as OpenMP's without a thread, prints its reason there. A
-    line of our own log does not count.
-    """
+    """Return the verdict with the process's last printed line, where a library that ends the
+    process prints its reason. A line of our own log does not count."""
     if _OUR_LOG.match(line):
         return verdict
     room = MOST_REASON_BYTES - len(f"{verdict} (its last line: )".encode())

@@ -113,12 +113,8 @@ class Port:
                 offset += (length + 3) & ~3
 
     def refuse(self, networks: Collection[bytes], partly: Collection[bytes] = ()) -> None:
-        """Refuse new connections from these: IPv4 addresses, or the first eight bytes of IPv6
-        addresses.
-
-        Existing connections stay. From `partly`, a part of them, one of `ONE_OF` attempts is
-        accepted, at random. Raises OSError.
-        """
+        """Refuse new connections from these IPv4 addresses, or first eight bytes of IPv6 addresses;
+        from `partly`, of these, one in `ONE_OF` attempts is accepted. Raises OSError."""
         program = _program(networks, partly)
         for descriptor in self._families:
             with _lent(descriptor) as listening:

@@ -92,8 +92,7 @@ def read_file(path: Path) -> bytes:
 
 
 def read_secret(path: Path) -> bytes:
-    """Read a file that only its owner may read. Raises ValueError with the file and the fix, also
-    if others may read it."""
+    """Read a file that only its owner may read. Raises ValueError with the file and the fix."""
     content = read_file(path)
     mode = path.stat().st_mode & 0o777
     if mode & _OTHERS:
@@ -102,8 +101,7 @@ def read_secret(path: Path) -> bytes:
 
 
 def make_private(folder: Path) -> None:
-    """Make the folder and its missing parents for its owner alone, unless it exists. Raises
-    OSError."""
+    """Make the folder and missing parents, for their owner alone. Raises OSError."""
     if not folder.parent.is_dir():
         make_private(folder.parent)
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -123,11 +121,8 @@ def check_writable(path: Path) -> None:
 
 def create_private(path: Path, content: bytes) -> bool:
     """Create the file for its owner alone, unless it exists, and return whether it was created.
-    Raises OSError.
-
-    On a file system without hard links it is written in place: if the process is killed meanwhile,
-    a part of it stays, which every reader refuses.
-    """
+    Raises OSError. Without hard links it is written in place: a part that stays is refused by all
+    readers."""
     with _finished(path, content) as finished:
         try:
             os.link(finished, path)
@@ -150,8 +145,7 @@ def _create_in_place(path: Path, content: bytes) -> bool:
 
 @contextlib.contextmanager
 def _finished(path: Path, content: bytes) -> Iterator[Path]:
-    """Write the content to a temporary file beside `path`, whole and on the disk, and yield its
-    path; remove it afterwards."""
+    """Write the content to a temporary file beside `path`, on the disk, and yield its path."""
     # An unguessable name, so that no link can be waiting there.
     finished = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:

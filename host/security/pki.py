@@ -115,8 +115,7 @@ def new_request(key: Key) -> str:
 
 
 def read_request(text: str) -> ec.EllipticCurvePublicKey:
-    """Return the key whose possession the request proves; the rest of the request is ignored.
-    Raises ValueError."""
+    """Return the key whose possession the request proves. Raises ValueError."""
     if len(text) > _MOST_REQUEST_CHARACTERS:
         raise ValueError("is too long for a certificate request")
     try:
@@ -311,8 +310,7 @@ def format_token(credentials: Credentials) -> str:
 
 
 def shown_token(path: Path | None, held: str) -> Credentials | None:
-    """Read the token from the file, else from `held`, the text in the environment; None: there is
-    neither. Raises ValueError with its source."""
+    """Read the token from the file, else from `held`; None: there is neither. Raises ValueError."""
     source = TOKEN_VARIABLE if path is None else f"--token-file {path}"
     try:
         if path is not None:

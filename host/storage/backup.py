@@ -94,10 +94,8 @@ def read_summary(folder: Path) -> Summary:
 
 
 def read_file(folder: Path, name: str, expected: StoredFile) -> Iterator[bytes]:
-    """Yield the content of a file, and raise InvalidBackup if it is not as expected.
-
-    That is known only at the end of the file, so the caller must not use the content before.
-    """
+    """Yield the content of a file, and raise InvalidBackup at its end if it is not as expected:
+    until then the caller must not use it."""
     path = folder / name
     hashed, size = hashlib.sha256(), 0
     try:

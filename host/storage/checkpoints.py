@@ -83,8 +83,7 @@ class Damaged(LayerProblem):
 
 
 class Unreadable(LayerProblem):
-    """Error of a file that cannot be read here; on another node, or at another time, it may be
-    whole."""
+    """Error of a file that cannot be read here and now; elsewhere, or later, it may be whole."""
 
 
 def list_checkpoints(folder: Folder) -> Listing:
@@ -138,8 +137,7 @@ def read_layer(folder: Folder, file: LayerFile) -> bytes:
 
 
 def read_records(folder: Folder, file: RecordsFile) -> bytes:
-    """Return the content of the file of records, after checking its hash. Raises
-    InvalidCheckpoint."""
+    """Return the checked content of the file of records. Raises InvalidCheckpoint."""
     try:
         content = folder.read(file.name, most_bytes=MOST_RECORDS_BYTES)
     except OSError as error:
@@ -158,8 +156,7 @@ def verify(folder: Folder, manifest: Manifest) -> dict[str, LayerProblem]:
 
 
 def verify_layer(folder: Folder, file: LayerFile) -> LayerProblem | None:
-    """Compare a file with its manifest entry; None if it is as written. Holds only a part of it in
-    memory at a time."""
+    """Compare a file with its manifest entry, part by part; None if it is as written."""
     digest, size = hashlib.sha256(), 0
     try:
         for chunk in folder.chunks(file.name):
@@ -194,11 +191,8 @@ def prune(
     folder: Folder, *, keep: int, newest: str, is_own: Callable[[Manifest], bool], now: float
 ) -> None:
     """Remove all but the `keep` newest checkpoints of one training, of which `newest` was just
-    published.
-
-    Damaged ones do not count, and are removed once `keep` whole ones were published after they were
-    found. `is_own`: whether a checkpoint is of that training; `now`: Unix time. Raises OSError.
-    """
+    published. Damaged ones go once `keep` whole ones were published after they were found.
+    `is_own`: whether a checkpoint is of that training; `now`: Unix time. Raises OSError."""
     listing = list_checkpoints(folder)
     own = [c for c in listing.checkpoints if is_own(c.manifest)]
     others = [c for c in own if c.name != newest]
@@ -234,11 +228,9 @@ def _remove(folder: Folder, name: str) -> None:
 
 
 def sweep(folder: Folder, *, under_way: str, is_own: Callable[[Manifest], bool]) -> str:
-    """Remove the remains of failed saves, except for the one that begins now.
-
-    If there are checkpoints of another training, that training may be saving just now: nothing is
-    removed, and the name of one of them is returned. `is_own` as for `prune`. Raises OSError.
-    """
+    """Remove the remains of failed saves, except for the one that begins now. Where another
+    training has checkpoints, which may be saving, remove nothing and return the name of one. Raises
+    OSError."""
     listing = list_checkpoints(folder)
     if others := [c.name for c in listing.checkpoints if not is_own(c.manifest)]:
         return others[0]

@@ -67,11 +67,8 @@ def _gpt(spec: ModelSpec, layer: int, name: str) -> str:
 
 
 def to_hugging_face(spec: ModelSpec, layer: int, tensors: Mapping[str, Array]) -> dict[str, Array]:
-    """Return the parameters of `layer`, given by our names, as transformers' checkpoint has them.
-
-    The head's copy of a tied weight is left out. `from_pretrained` loads all layers together with
-    `hugging_face_config`.
-    """
+    """Return the parameters of `layer`, given by our names, as transformers' checkpoint has them,
+    without the head's copy of a tied weight."""
     found: dict[str, Array] = {}
     for name, value in tensors.items():
         foreign = foreign_name(spec, layer, name)
@@ -180,12 +177,8 @@ def export(
     on_layer: Callable[[], object] = lambda: None,
 ) -> list[str]:
     """Write the model of the checkpoint in `folder` to `output`, a missing or empty directory, and
-    return the files' names.
-
-    Raises InvalidCheckpoint where a layer is damaged, ValueError where `output` is not empty, and
-    OSError. Raises WeightsError where the initial weights, which have the untrained tensors, cannot
-    be read. After an error the written files are removed.
-    """
+    return the files' names; after an error nothing stays. Raises InvalidCheckpoint, WeightsError
+    (the initial weights, which have the untrained tensors), ValueError (`output`), OSError."""
     if output.exists() and any(output.iterdir()):
         raise ValueError(f"{output} is not empty; name a new directory")
     made_here = not output.exists()

@@ -169,8 +169,7 @@ def _open_remote(url: str) -> Folder:
 
 
 class RemoteFolder:
-    """Folder reached through fsspec. No rename is assumed, and listings are never taken from a
-    cache."""
+    """Folder reached through fsspec, without renames and caches of listings."""
 
     def __init__(self, url: str, system: Any, path: str) -> None:
         self.url = redact(url)

@@ -86,8 +86,7 @@ class WeightFiles:
 
 
 def open_weights(directory: str) -> WeightFiles:
-    """Read the headers of all files in `directory`, and samples of their tensors. Raises
-    WeightsError."""
+    """Read all headers in `directory`, and samples of the tensors. Raises WeightsError."""
     folder = Path(directory)
     if not folder.is_dir():
         what = "is not a directory" if folder.exists() else "does not exist"

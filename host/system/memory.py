@@ -14,11 +14,8 @@ _ROOT = Path("/")
 
 
 def total_memory(root: Path = _ROOT) -> int:
-    """Return the bytes of memory of this host, or of the control group that confines it, or one
-    above.
-
-    Sources: memory.max (control groups, version 2) and memory.limit_in_bytes (version 1).
-    """
+    """Return the bytes of memory of this host, or of the control group that confines it (memory.max
+    in version 2, memory.limit_in_bytes in version 1)."""
     limits = [int(psutil.virtual_memory().total)]
     for folder, group, files in _groups(root):
         for above in (group, *group.parents):
@@ -29,12 +26,8 @@ def total_memory(root: Path = _ROOT) -> int:
 
 
 def kernel_kills(root: Path = _ROOT) -> int:
-    """Return the number of processes the kernel has killed for lack of memory so far. Counts this
-    control group if it has a counter, else this host; 0 if neither has one.
-
-    Sources: memory.events (control groups, version 2) and memory.oom_control (version 1), then
-    /proc/vmstat.
-    """
+    """Return how many processes the kernel has killed for lack of memory in this control group
+    (memory.events, memory.oom_control), else on this host (/proc/vmstat); 0: unknown."""
     counted = [
         folder / group.relative_to("/") / files["kills"] for folder, group, files in _groups(root)
     ]

@@ -15,10 +15,8 @@ _KILLED_S = 1.0
 
 
 def die_with_parent(parent_pid: int, signum: signal.Signals = signal.SIGKILL) -> None:
-    """Have the kernel send this process `signum` as soon as its parent ends, however it ends.
-
-    If the known parent, `parent_pid`, is gone already, the signal is sent at once. Linux only.
-    """
+    """Have the kernel send this process `signum` as soon as its parent ends; at once, if
+    `parent_pid` is gone already. Linux only."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, int(signum), 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
@@ -41,11 +39,9 @@ def with_parent(module: str) -> list[str]:
 def completed(
     command: Sequence[str], timeout_s: float, environment: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[bytes]:
-    """Run a command and return its exit status and output.
-
-    Unlike `subprocess.run`, it also kills the command's children, and does not wait for a process
-    that survives SIGKILL, as where a driver hangs. Raises OSError and subprocess.TimeoutExpired.
-    """
+    """Run a command and return its exit status and output. Unlike `subprocess.run` it kills the
+    command's children too, and does not wait for one that survives SIGKILL. Raises OSError,
+    TimeoutExpired."""
     process = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
@@ -71,8 +67,7 @@ def completed(
 def output_of(
     command: Sequence[str], timeout_s: float, environment: Mapping[str, str] | None = None
 ) -> bytes:
-    """Run a command and return its output. Raises as `completed` does, and
-    subprocess.CalledProcessError."""
+    """Run a command and return its output. Raises as `completed`, and CalledProcessError."""
     result = completed(command, timeout_s, environment)
     result.check_returncode()
     return result.stdout
@@ -98,18 +93,15 @@ def end_by_sigterm() -> None:
 
 
 def allow_open_files() -> int:
-    """Raise the limit of this process's open files as far as allowed; return the new limit.
-
-    Most systems begin with 1,024, for programs that wait by select().
-    """
+    """Raise the limit of this process's open files, 1,024 on most systems, and return the new
+    one."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     return most
 
 
 def open_files() -> int:
-    """Return the number of files this process has open; 0 if the kernel does not say (Linux before
-    6.2)."""
+    """Return the number of this process's open files; 0: unknown (Linux before 6.2)."""
     return os.stat("/proc/self/fd").st_size
 
 

@@ -301,8 +301,7 @@ class _Examination:
         )
 
     def _places(self) -> tuple[tuple[Place, ...], int]:
-        """Return the distinct paths that all nodes must have, at most `_MOST_PLACES`, and the
-        number of those left out."""
+        """Return the distinct paths that all nodes must have, and the number of those left out."""
         found = [Place(path=path, use="data") for path in self._wish.data]
         found += [Place(path=path, use="checkpoints") for path in self._wish.checkpoints]
         for job in self._state.jobs.values():

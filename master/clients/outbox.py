@@ -53,8 +53,7 @@ class Budget:
         return True
 
     def owe(self, amount: float, now: float) -> float:
-        """Take `amount` at once, and return the seconds until it will have been available. The debt
-        is at most one burst."""
+        """Take `amount`, a debt of one burst at most, and return the seconds until it is paid."""
         self._fill(now)
         self._there = max(-self.burst, self._there - amount)
         return max(0.0, -self._there / self.per_s)
@@ -151,8 +150,7 @@ class Questions(Generic[T]):
     def ask(
         self, session: AgentSession, message: Callable[[int], pb.MasterMessage]
     ) -> asyncio.Future[T]:
-        """Send the message for a new number, and return the answer to come; cancel it to give
-        up."""
+        """Send the message for a new number; return the answer to come, to cancel or await."""
         key = session.node, self.tell(session, message)
         answer: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         self._open[key] = answer

@@ -75,10 +75,8 @@ class Requests:
         sessions: Sessions,
         caller: "Identity | None" = None,
     ) -> None:
-        """Serve the requests of `caller`; None: a caller on this host, in the clear.
-
-        All methods raise Denied where the caller is no longer trusted, and StorageFailed.
-        """
+        """Serve `caller`; None: somebody on this host, in the clear. Methods raise Denied where the
+        caller is no longer trusted, and StorageFailed."""
         self._config = config
         self._caller = caller
         self._ledger = ledger
@@ -157,8 +155,7 @@ class Requests:
             raise why
 
     async def end_unknown(self, job_id: JobId) -> tuple[NodeName, ...]:
-        """End the workers of a job that this master does not know; return their nodes, or none
-        where no node has such a job."""
+        """End the workers of a job that this master does not know; return their nodes."""
 
         def answer(_: float) -> tuple[NodeName, ...]:
             held = self._ledger.state.held.get(job_id, [])
@@ -170,8 +167,7 @@ class Requests:
         return await self._ask(answer)
 
     def _new_job_id(self, spec: JobSpec) -> JobId:
-        """Return a job id that neither the state nor any folder of an earlier job has. Folders
-        count too, since the journal that knew their jobs may be lost."""
+        """Return a job id that no job has, nor a folder: the journal of its job may be lost."""
         jobs = {*self._ledger.state.jobs, *self._ledger.state.held}
         number = self._ledger.state.submissions + 1
         while True:
@@ -181,8 +177,7 @@ class Requests:
             number += 1
 
     async def save(self, request_id: str, job_id: JobId) -> int:
-        """Request a checkpoint of a known job. Return the request's number; 0: the job has ended
-        and was just forgotten."""
+        """Request a checkpoint of a known job, and return the request's number; 0: it has ended."""
 
         def answer(_: float) -> int:
             job = self._ledger.state.jobs.get(job_id)
@@ -234,8 +229,7 @@ class Requests:
         await self._ask(answer)
 
     async def change_trust(self, decide: Decide[T]) -> T:
-        """Decide on a change of trust, journal its event, and return the answer once that is on
-        disk. Raises the errors of `decide`."""
+        """Decide on trust, journal the event, and return the answer. Raises errors of `decide`."""
 
         def answer(_: float) -> T:
             event, value = decide(self._ledger.state.trust, self._ledger.unix())
@@ -293,11 +287,9 @@ class Adoptions:
         requests: Requests,
         has_wheel: Callable[[str], bool],
     ) -> Sequence[str]:
-        """Adopt the job, and return its losses, a line each.
-
-        `requests`: the caller's; `has_wheel`: returns whether the wheel with that hash is on disk.
-        Raises NotAdopted, and the errors of `requests`.
-        """
+        """Adopt the job, and return its losses, a line each. `has_wheel`: returns whether the wheel
+        with that hash is on disk. Raises NotAdopted, and the errors of `requests`, which are the
+        caller's."""
         requests.check()
         if request_id in self._state.requests:
             return LOST

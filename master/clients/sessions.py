@@ -354,8 +354,7 @@ class Sessions:
             log.warning("an agent's word does not count", extra={"node": node, "why": reason})
 
     def pass_over_lost(self, now: float, late_s: float) -> None:
-        """Release records that waited in vain for those of earlier steps, or for another node's
-        report."""
+        """Release records that waited in vain for earlier ones, or for another node's report."""
         for node in self._confirmations.look(now):
             reason = "to send again the records that were too many to keep"
             self.end_of(node, Refusal(reason=reason, temporary=True))
@@ -428,9 +427,8 @@ class Sessions:
                 session.acknowledge(job_id, *stored)
 
     def ask_again(self) -> None:
-        """Make agents resend records that were dropped while the disk was full, now that there is
-        room. Ends their sessions, so that they register and send again. Acknowledgements of all
-        jobs become due."""
+        """Make agents resend what a full disk did not take: end their sessions, as they send again
+        when they register. Acknowledgements of all jobs become due."""
         if self._ledger.archive.asks_again():
             again = Refusal(reason="to send again what the full disk did not take", temporary=True)
             for session in self:

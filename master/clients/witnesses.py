@@ -134,8 +134,7 @@ class Witnesses(Generic[W]):
         return ""
 
     def begin_again(self, node: NodeName) -> None:
-        """Note that a new session of the node's agent repeats all its reports, from the oldest
-        on."""
+        """Note that the agent's new session repeats all its reports, from the oldest on."""
         self._told.pop(node, None)
 
     def settle_through(self, number: int) -> None:
@@ -195,9 +194,8 @@ class Witnesses(Generic[W]):
         return by >= generation if number > last else True
 
     def _drop_vain(self, job: Job, number: int, claim: _Claim[W]) -> None:
-        """Forget reports that arrived too early to be refused. Since then, a newer generation has
-        settled steps before theirs. Or their generation, then unknown to the master, does not exist
-        or lacks the node."""
+        """Forget reports that came too early to be refused: a newer generation has settled earlier
+        steps since, or their generation does not exist, or lacks the node."""
         for node, by in list(claim.by.items()):
             allowed = self._of_generation(job, by)
             may = job.seen.inherited if allowed is None else node in allowed
@@ -355,8 +353,7 @@ class Confirmations:
         return reason and f"a restore {reason}"
 
     def begin_again(self, node: NodeName) -> None:
-        """Note that a new session of the node's agent repeats all its reports, from the oldest
-        on."""
+        """Note that the agent's new session repeats all its reports, from the oldest on."""
         for claims in self._claims.values():
             for witnesses in (claims.records, claims.evaluations, claims.restores):
                 witnesses.begin_again(node)

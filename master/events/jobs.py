@@ -139,8 +139,7 @@ class PlanMade(Assign, frozen=True, kw_only=True, tag=True):
 
     @property
     def is_base(self) -> bool:
-        """True if later plans start from this plan's pipelines rather than from an earlier
-        plan's."""
+        """True if later plans start from this plan's pipelines, not from an earlier plan's."""
         return is_base(self.policy, self.rule)
 
 
@@ -167,8 +166,7 @@ class FirstStepCommitted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class FollowUpDropped(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Event: no follow-up plan replaces the newest one, since no change is worth it or planning
-    failed."""
+    """Event: no follow-up replaces the newest plan: none is worth it, or planning failed."""
 
     job_id: JobId
     generation: Generation
@@ -312,8 +310,7 @@ class RateChanged(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     @property
     def is_measured(self) -> bool:
-        """Return whether the rate was measured, of the same process as before. If not, another
-        process took the worker's place."""
+        """True if the rate was measured, of the same process as before."""
         return self.steps > 0 or self.alone
 
     def __str__(self) -> str:

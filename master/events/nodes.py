@@ -1,5 +1,4 @@
-"""Journaled events of nodes and of the processes on them: who is part of the cluster, what is lost,
-what is drained or put aside.
+"""Journaled events of nodes and their processes: membership, losses, drains.
 
 Owns the words for what somebody saw of a failure too (`Evidence`), which more events carry. Must
 not know what the events change.
@@ -14,8 +13,7 @@ from oobleck.proto.types import NodeFacts, WorkerExited
 
 
 class Evidence(msgspec.Struct, frozen=True, kw_only=True):
-    """Observation of a failure, and its observer. It was made `ago_s` before the event that carries
-    it."""
+    """Observation of a failure, and its observer, `ago_s` before the event that carries it."""
 
     #: Kind of observer. agent: of a process that it started; peer: a worker, of another one;
     #: stream: the master, of an agent's session; worker: of itself.
@@ -64,8 +62,7 @@ class NodeCleared(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class UnknownJobEnded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Event: an operator ended the workers of a job that this master does not know. Its nodes are
-    held no longer."""
+    """Event: an operator ended the workers of an unknown job; its nodes are held no longer."""
 
     job_id: JobId
     nodes: tuple[NodeName, ...]
@@ -105,8 +102,7 @@ class WorkerLost(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class NodeLeftOut(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Event: the node cannot take part in the job, and gets no work of it until it registers
-    anew."""
+    """Event: the node cannot take part in the job until it registers anew."""
 
     job_id: JobId
     node: NodeName

@@ -86,8 +86,7 @@ class RecordsWait(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RestoreReceived(msgspec.Struct, frozen=True, kw_only=True):
-    """Report that all workers of a generation restored a checkpoint, confirmed by those that could
-    tell."""
+    """Report, confirmed, that all workers of a generation restored a checkpoint."""
 
     job_id: JobId
     restored: Restored
@@ -172,8 +171,7 @@ TrustChanged = TokenCreated | TokenRevoked | CredentialIssued | CredentialsRevok
 
 
 class MasterStarted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Event: a master has replayed the journal, and the observations of an earlier one are
-    forgotten."""
+    """Event: a master has replayed the journal; observations of an earlier one are forgotten."""
 
     #: Random id of the process.
     start: str

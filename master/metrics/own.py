@@ -148,8 +148,7 @@ def _storage(master: Master, journal: Journal, tally: Tally) -> Iterator[Reading
 
 
 def _disk(directory: Path) -> Iterator[Reading]:
-    """Yield free and total bytes of the disk. Yields nothing where it cannot be read, which the
-    master reports as a storage problem."""
+    """Yield free and total bytes of the disk, if it can be read; else the master has a problem."""
     try:
         found = os.statvfs(directory)
     except OSError:

@@ -66,8 +66,7 @@ class Tally:
         self._failed = False
 
     def note(self, state: ClusterState, event: Event) -> None:
-        """Count `event`; called before it changes `state`. Raises nothing: a master whose metrics
-        are wrong is better than one that ends."""
+        """Count `event`, before it changes `state`. Raises nothing: wrong metrics end no master."""
         try:
             self._note(state, event)
         except Exception:

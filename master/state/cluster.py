@@ -135,8 +135,7 @@ def version_pairs(found: Differences) -> list[str]:
 
 
 def _most_common(values: Iterable[str]) -> str:
-    """Return the most common of the values that are not empty; the first one on a tie; empty:
-    none."""
+    """Return the most common value, of equals the first one; empty ones do not count."""
     counts = Counter(value for value in values if value)
     return counts.most_common(1)[0][0] if counts else ""
 
@@ -179,8 +178,7 @@ class ClusterState:
 
     @property
     def held(self) -> dict[JobId, list[Node]]:
-        """Nodes that train jobs which this master does not know or has in its queue. By job, sorted
-        by name."""
+        """Nodes that train unknown or queued jobs, by job, sorted by name."""
         found: dict[JobId, list[Node]] = {}
         for _, node in sorted(self.nodes.items()):
             if node.held is not None:
@@ -253,8 +251,7 @@ class ClusterState:
         return differences((node.facts.node, node.facts.versions) for node in known)
 
     def is_candidate(self, node: Node, job: Job, slots: int | None, wanted: Build) -> bool:
-        """Return whether the node may get work of the job, which has `slots` workers per node and
-        needs the `wanted` build."""
+        """Return whether the node may get work of the job, with its `slots` and `wanted` build."""
         return self._is_fit(node, job, slots) and node.goes_with(wanted)
 
     def _is_fit(self, node: Node, job: Job, slots: int | None) -> bool:
@@ -267,11 +264,8 @@ class ClusterState:
         )
 
     def is_ready(self, node: Node, job: Job) -> bool:
-        """Return whether a worker of the job is up in every slot of the node.
-
-        Workers known to have exited do not count: the last status may be older than the report of
-        an exit.
-        """
+        """Return whether a worker of the job is up in every slot of the node. Those known to have
+        exited do not count: the last status may be older."""
         status = node.seen.status
         up = [w for w in status.workers if w.card and not job.seen.is_gone(w.incarnation)]
         here = node.connected and node.held is None and status.job_id == job.id

@@ -75,8 +75,7 @@ def forget_node(job: Job, node: str) -> None:
 
 
 def carried(job: Job, now: float) -> tuple[Evidence, ...]:
-    """Return the evidence to put into an event that is decided on now. Applying the event to an
-    open incident clears it."""
+    """Return the evidence for an event decided on now, whose application clears it."""
     return tuple(
         msgspec.structs.replace(evidence, ago_s=now - at)
         for at, evidence in job.seen.evidence

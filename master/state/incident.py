@@ -153,8 +153,7 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def silenced(self) -> tuple[Setback, ...]:
-        """Nodes that fell silent together, if they are nearly all. Then they, or the head alone,
-        have lost the network."""
+        """Nodes that fell silent together, if nearly all: they, or the head, lost the network."""
         lost = [s for s in self.setbacks if s.kind == "node lost" and s.found_by == "lease"]
         first = min((s.evidence_at for s in lost), default=0.0)
         together = tuple(s for s in lost if s.evidence_at - first <= _TOGETHER_S)
@@ -218,8 +217,7 @@ class LastIncident(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SlowWorker(msgspec.Struct, frozen=True, kw_only=True):
-    """Slow worker of a slowdown. A worker that is slow again before the slowdown ends keeps its
-    entry."""
+    """Slow worker of a slowdown; its entry stays if it is slow again before that ends."""
 
     worker: WorkerId
     #: In the plan in which it was found slow.
@@ -305,8 +303,7 @@ def with_stats(
 
 
 def ranks_of(made: PlanMade | None, node: str, worker: WorkerId | None = None) -> tuple[int, ...]:
-    """Return the ranks of the node's workers in the plan, or of `worker` alone. A plan's workers
-    are sorted, so those of one node are side by side."""
+    """Return the ranks of the node's workers, which are side by side, or of `worker` alone."""
     workers = made.plan.workers if made is not None else ()
     first = bisect_left(workers, node, key=lambda other: other.node)
     end = bisect_right(workers, node, key=lambda other: other.node)

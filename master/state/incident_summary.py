@@ -134,8 +134,7 @@ def slowdown_outcome(event: Journaled) -> str:
 
 
 def slowdown_summary(slowdown: Slowdown, event: Journaled, unix: float) -> str:
-    """Describe the slowdown in one line: the slow workers, the plans that answered it, and how it
-    ended."""
+    """Describe in one line the slow workers, the plans that answered, and how it ended."""
     rules = ", ".join(dict.fromkeys(answer.rule for answer in slowdown.answers))
     ended = slowdown_outcome(event)
     after_s = f"after {unix - slowdown.opened_at:.1f} s"

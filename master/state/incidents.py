@@ -122,8 +122,7 @@ def _with_return(state: ClusterState, incident: Incident, event: nodes.NodeRegis
 def _setback(
     job: Job, kind: Kind, node: str, reason: str, unix: float, *, ago_s: float = 0.0, **more: Any
 ) -> Setback:
-    """Build a setback that is declared now, on evidence from `ago_s` before; `more`: other
-    fields."""
+    """Build a setback that is declared now, on evidence from `ago_s` before."""
     return Setback(
         kind=kind,
         node=node,
@@ -164,8 +163,7 @@ def _worker_lost(job: Job, event: nodes.WorkerLost, unix: float) -> Setback:
 
 
 def _reset(job: Job, event: nodes.NodeReset, unix: float) -> Setback:
-    """Return the setback of a reset node. Its evidence dates from the first doubt about the job's
-    progress."""
+    """Return the setback of a reset node, whose evidence dates from the first doubt."""
     doubts = job.incident.setbacks if job.incident is not None else ()
     vague = ("no progress", "peers disconnected") if event.cut_off else ("no progress",)
     since = min(
@@ -226,8 +224,7 @@ def _at_end(
 
 
 def _job_error(job: Job, event: jobs.JobFailed, unix: float) -> Setback:
-    """Return the setback of a job that failed, attributed to the worker that reported the error.
-    Without such a report, the master itself declared it."""
+    """Return the setback of a failed job, of the worker that reported the error, else of none."""
     words = next((s for s in event.evidence if s.by == "worker" and s.saw in event.reason), None)
     if words is None:
         return _setback(job, "job failed", "", event.reason, unix)
@@ -263,8 +260,7 @@ def _with_evidence(incident: Incident, found: Iterable[nodes.Evidence], unix: fl
 def _with_late_words(
     setbacks: tuple[Setback, ...], found: Iterable[DatedEvidence]
 ) -> tuple[Setback, ...]:
-    """Add late reports of exits: a restarted master finds a process gone before its agent has
-    reported how it ended."""
+    """Add late reports of exits, of processes that a restarted master had found gone."""
     known = {setback.pid for setback in setbacks}
     ends = {
         dated.what.about: dated.what.exited

@@ -223,8 +223,7 @@ class CurrentPlan:
 
     @property
     def put_back(self) -> bool:
-        """True if another job was active since the newest plan, so that none of its workers is
-        left."""
+        """True if another job was active since the newest plan: none of its workers is left."""
         return any(isinstance(loss, NodeYielded) for loss in self.losses)
 
     @property
@@ -232,9 +231,8 @@ class CurrentPlan:
         return frozenset(loss.worker for loss in self.losses if isinstance(loss, WorkerLost))
 
     def counts_on(self, process: Incarnation) -> bool:
-        """Return whether the end of the process is a loss to the job. Before the first plan every
-        process counts, then those of the newest plan. Once steps are committed, only processes that
-        had a part in them count. The others are joining, and only their node is at stake."""
+        """Return whether the end of the process is a loss to the job: before the first plan any is,
+        then that of a process which has trained. With a joining one only its node is at stake."""
         if self.made is None:
             return True
         trained = self.trained is None or process in self.trained.incarnations
@@ -364,14 +362,12 @@ class Job:
         return self.spec.checkpoint is not None and (self.seen.inherited or looks)
 
     def is_replaced(self, worker: WorkerId, process: Incarnation) -> bool:
-        """Return whether the newest plan has another process in the worker's place. A late report
-        may be from a process that was already replaced."""
+        """Return whether the newest plan has another process in the worker's place."""
         return process in self.lineage.replaced and worker in self.current.processes()
 
     @property
     def rates(self) -> Mapping[WorkerId, float]:
-        """Rates of slow workers, as a part of the others' pace. Other workers have the usual pace,
-        as far as is known."""
+        """Rates of slow workers, as a part of the others' pace."""
         return {worker: told.rate for worker, told in self.slow.items()}
 
     @property
@@ -382,8 +378,7 @@ class Job:
         return frozenset(w.node for w in self.slow if not self.current.has_member(w.node))
 
     def set_stand_bys(self, found: Mapping[WorkerId, StandBy], now: float, unix: float) -> None:
-        """Set the stand-by records. Records that are new, or new to this master, get their
-        times."""
+        """Set the stand-by records; those that are new to this master get their times."""
         before, times = self.stand_bys, self.seen.stand_by_times
         for worker, one in found.items():
             if worker not in times or before.get(worker) is not one:
@@ -418,9 +413,8 @@ class Job:
         return next(due, None)
 
     def unanswered(self) -> tuple[WorkerId, ...]:
-        """Return the workers that must enter the newest generation at once and have not left the
-        previous one. Empty for a plan at a step boundary, and where this master has not watched
-        since the plan."""
+        """Return the workers that have not left the generation before the newest one; empty for a
+        plan at a step boundary, and where this master has not watched since the plan."""
         timeline = self.seen.timeline
         if (
             self.current.made is None
@@ -433,8 +427,7 @@ class Job:
         return tuple(worker for worker in self.current.made.plan.workers if worker not in left)
 
     def has_finished(self, process: Incarnation) -> bool:
-        """Return whether all steps are done and the process has saved its share of the newest
-        plan's output."""
+        """Return whether the process has saved its share of the newest plan's output."""
         return self.seen.processes.finished.get(process) == self.current.generation
 
     def all_finished(self) -> bool:

@@ -37,8 +37,7 @@ _NO_GENERATION = Generation(0)
 
 @dataclass(slots=True, kw_only=True)
 class RecoveryTimeline:
-    """Timeline of the recovery into the newest generation: when each phase ended, and its
-    result."""
+    """Recovery into the newest generation: when each phase ended, and its result."""
 
     evidence_at: float
     declared_at: float
@@ -62,8 +61,7 @@ class RecoveryTimeline:
     entered: set[WorkerId] = field(default_factory=set)
 
     def stats(self, end: float, unanswered: tuple[WorkerId, ...] = ()) -> ReconfigurationStats:
-        """Return the phases up to `end`; an unreported one took no time of its own. A recovery
-        without a first step is still in the phase after the last reported one."""
+        """Return the phases up to `end`; unreported ones took no time, except the one under way."""
         waited_from = self.pushed_at - self.waited_s
         began_at = min(self.evidence_at, waited_from)
         end = max(end, began_at)

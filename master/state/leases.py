@@ -87,8 +87,7 @@ class Leases:
         return _between(self._cuts, at - window_s, at + window_s) >= _MANY
 
     def _silent_with_all(self, node: Node) -> bool:
-        """Return whether all nodes heard from since the node's last sign returned from the same
-        silence."""
+        """Return whether all nodes heard of since the node was returned from the same silence."""
         if len(self._heard) < 2 or not self._fell_silent(node):
             return False
         first, last = node.seen.last_heard - self._silent_s, node.seen.last_heard + self._silent_s
@@ -96,8 +95,7 @@ class Leases:
         return since <= _between(self._heard_before, first, last)
 
     def _fell_silent(self, node: Node) -> bool:
-        """Return whether the node fell silent, rather than that its stream was cut, by the end of
-        its agent or on the way."""
+        """Return whether the node fell silent, rather than that its stream was cut."""
         closed_at = node.seen.closed_at
         return closed_at is None or closed_at - node.seen.last_heard > self._silent_s
 
@@ -108,7 +106,6 @@ def _between(times: Sequence[float], first: float, last: float) -> int:
 
 
 def reconnect_s(state: ClusterState, node: Node, now: float, timing: Detection) -> float:
-    """Return the seconds left for the node to reconnect, unless something proves its loss
-    earlier."""
+    """Return the seconds left for the node to reconnect, unless its loss is proven earlier."""
     end, _ = Leases(state, now, timing).of(node)
     return end - now

@@ -16,8 +16,7 @@ from oobleck.proto.types import Assignment, NodeFacts, NodeStatus
 
 
 class Build(NamedTuple):
-    """Versions that workers of one job must share; also those wanted of a node. Empty: any will
-    do."""
+    """Versions that workers of one job must share, or that are wanted; empty: any will do."""
 
     #: Series of torch.
     torch: str = ""
@@ -159,14 +158,12 @@ class Node:
         return Build(torch=series(versions.torch), engine=versions.engine)
 
     def goes_with(self, wanted: Build) -> bool:
-        """Return whether the node can work beside nodes with that build. An agent that does not
-        report its torch version is assumed to have the same."""
+        """Return whether the node can work beside nodes with that build."""
         return not self.why_not_with(wanted)
 
     def why_not_with(self, wanted: Build) -> str:
         """Return why the node cannot work beside nodes with that build; empty: it can. Another
-        engine understands neither their plan nor their links. Another series of torch may compute
-        other numbers, or read a checkpoint or a layer differently."""
+        engine does not understand their plan and links, another torch may compute other numbers."""
         own = self.build
         if wanted.engine not in ("", own.engine):
             return (
@@ -195,8 +192,7 @@ class Node:
 
     @property
     def troubles(self) -> tuple[str, ...]:
-        """Troubles of the node's GPUs that are not excused; empty while the node is not
-        connected."""
+        """Troubles of the connected node's GPUs that are not excused."""
         told = self.seen.status.troubles if self.connected else ()
         return tuple(trouble for trouble in told if trouble not in self.excused)
 

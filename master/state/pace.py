@@ -20,8 +20,7 @@ MOST_ROUNDS = 24
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Reading of one process in one generation: whole steps, and the seconds it computed in
-    them."""
+    """Whole steps of a process in one generation, and the seconds it computed in them."""
 
     process: Incarnation
     steps: int
@@ -79,8 +78,7 @@ class PaceSeen:
         attempt: int,
         seconds: tuple[float, ...],
     ) -> bool:
-        """Take a stand-by worker's measurement, once. Return whether it is useful, which it is only
-        beside the pace of others."""
+        """Take a stand-by worker's measurement, and return whether it is new and useful."""
         known = self.alone.get(worker)
         if len(self.rounds) < 2 or (
             known is not None and (known.process, known.attempt) == (process, attempt)
@@ -90,8 +88,7 @@ class PaceSeen:
         return True
 
     def take(self, worker: WorkerId, reading: Reading, workers: int, now: float) -> bool:
-        """Take the reading of one of `workers` workers; one without a step does not count. Return
-        whether it completes a round."""
+        """Take a reading, which needs a step; return whether it completes a round of `workers`."""
         if not reading.steps:
             self.newest.pop(worker, None)
             self.further.discard(worker)

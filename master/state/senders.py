@@ -35,8 +35,7 @@ MOST_UNTRUE = 3
 
 
 def why_refused(state: ClusterState, node: NodeName, report: WorkerReport) -> str:
-    """Return why the report of that node's agent is refused; empty: it counts. The text is the same
-    for all reports of the kind."""
+    """Return why the agent's report is refused, alike for all of the kind; empty: it counts."""
     job, worker = state.jobs[report.job_id], WorkerId(node, report.slot)
     kind = _KINDS[type(report.what)]
     if not kind.sender(job, worker, report.incarnation):
@@ -51,8 +50,7 @@ def why_refused(state: ClusterState, node: NodeName, report: WorkerReport) -> st
 
 
 def has_part(state: ClusterState, node: NodeName, job_id: JobId) -> bool:
-    """Return whether, by the master's own state, the node has or recently had workers of that job.
-    Then there may be output of these workers."""
+    """Return whether the node has or recently had workers of the job, and so their output."""
     job, known = state.jobs[job_id], state.nodes[node]
     return known.desired.job_id == job_id or node in job.left_out or node in _planned(job)
 
@@ -69,9 +67,8 @@ def tellers(job: Job, generation: Generation) -> frozenset[NodeName] | None:
 
 
 def believed(state: ClusterState, node: NodeName, status: NodeStatus) -> NodeStatus:
-    """Return the status with only credible claims. It lacks processes that a plan counts on in
-    another place. Processes without a part in a plan, and impossible steps and generations, lose
-    their progress."""
+    """Return the status with only credible claims: without processes of other places, and without
+    the progress of processes that no plan has, or that is impossible."""
     job = state.jobs.get(status.job_id) if status.job_id is not None else None
     if job is None or not status.workers:
         return status
@@ -84,8 +81,7 @@ def believed(state: ClusterState, node: NodeName, status: NodeStatus) -> NodeSta
 
 
 def is_member(job: Job, worker: WorkerId, process: Incarnation) -> bool:
-    """Return whether a plan counts on the process in that place. The plan is the newest one, the
-    one last trained in, or, before its first step, one that takes the process out."""
+    """Return whether a plan counts on the process there: the newest, or the one last trained in."""
     current, trained = job.current, job.current.trained
     if process in (current.processes().get(worker), current.leaving_processes().get(worker)):
         return True
@@ -110,8 +106,7 @@ def _was_member(job: Job, worker: WorkerId, process: Incarnation) -> bool:
 
 
 def _publishes(job: Job, worker: WorkerId, process: Incarnation) -> bool:
-    """Return whether the process is or was the first of a plan. That one writes a checkpoint's
-    manifest, maybe long after the plan."""
+    """Return whether the process is or was first in a plan, and so writes manifests."""
     first = any(plan.workers[0] == worker for plan in _plans(job))
     return bool(job.lineage.replaced.get(process)) or (first and _was_member(job, worker, process))
 

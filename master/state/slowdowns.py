@@ -30,8 +30,7 @@ _CAUSES: tuple[jobs.Cause, ...] = ("worker slow", "worker well")
 
 
 def concerned_job(state: ClusterState, event: Journaled) -> Job | None:
-    """Return the job whose workers' paces `event` may change: the named one, else the active
-    one."""
+    """Return the job whose workers' paces `event` may change: the named one, else the active."""
     named: JobId | None = getattr(event, "job_id", None)
     job_id = named if named is not None else state.active
     return state.jobs.get(job_id) if job_id is not None else None
@@ -84,8 +83,7 @@ def gone_with(state: ClusterState, event: Journaled) -> Gone:
 def slowdown_after(
     state: ClusterState, event: Journaled, unix: float
 ) -> tuple[Job, Slowdown] | None:
-    """Return the job that `event` is about, and its slowdown with the event's addition, which may
-    end it; None: there is none."""
+    """Return the job of `event` and its slowdown with the event's addition; None: there is none."""
     job = concerned_job(state, event)
     if job is None or (job.slowdown is None and not isinstance(event, jobs.RateChanged)):
         return None

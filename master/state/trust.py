@@ -123,12 +123,8 @@ def check_new_token(trust: Trust, unix: float) -> None:
 
 
 def check_caller(trust: Trust, who: "Identity", unix: float) -> None:
-    """Check that the caller's certificate is neither revoked nor expired. Revoked tokens are found
-    on joining. Raises Denied.
-
-    Called when a call arrives, and again in the iteration that decides on it, since the caller may
-    be revoked between the two.
-    """
+    """Check that the caller's certificate is neither revoked nor expired, at a call and again in
+    the iteration that decides on it. Raises Denied."""
     if was_revoked(trust, who):
         raise Denied(f"the certificate of {who.role} {who.name} was revoked; join anew by a token")
     if who.expires_at <= unix:
@@ -141,8 +137,7 @@ def was_revoked(trust: Trust, who: "Identity") -> bool:
 
 
 def check_renewal(trust: Trust, who: "Identity", life_s: float, unix: float) -> None:
-    """Check that the caller may renew its certificate. Raises Denied. `who`: the certificate's
-    identity; `life_s`: validity of certificates."""
+    """Raise Denied unless the caller may renew its certificate, of the life `life_s`."""
     given = trust.given.get((who.role, who.name))
     apart_s = min(RENEWALS_APART_S, RENEWALS_APART_PART * life_s)
     if given is None or not 0 <= (age_s := unix - given.at) < apart_s:
@@ -155,11 +150,8 @@ def check_renewal(trust: Trust, who: "Identity", life_s: float, unix: float) -> 
 
 
 def check_join(trust: Trust, fingerprint: str, key: str, name: str, unix: float) -> Role:
-    """Return the role with which the holder of the token may join as `name`. Raises Denied.
-
-    `key`: digest of the joiner's key. The same key may ask again, since its answer may have been
-    lost.
-    """
+    """Return the role with which the token's holder may join as `name`. Raises Denied. `key`:
+    digest of the joiner's key, which may ask again, since its answer may have been lost."""
     token = trust.tokens.get(fingerprint)
     if token is None or token.expires_at < unix:
         raise Denied("the join token has expired or was revoked; make one with 'oobleck pki token'")
@@ -194,14 +186,12 @@ def is_held(trust: Trust, holder: Holder, unix: float) -> bool:
 
 
 def is_revoked(trust: Trust, holder: Holder) -> bool:
-    """Return whether all certificates of the holder are void, revoked by the master or with the
-    authority's key."""
+    """Return whether all certificates of the holder are void."""
     given = trust.given.get(holder)
     return holder in trust.revoked and (given is None or given.at <= trust.revoked[holder])
 
 
 def find_token(trust: Trust, beginning: str) -> str | None:
-    """Return the only fingerprint with this beginning; None: none, several, or the beginning is too
-    short."""
+    """Return the only fingerprint with this beginning, if it is long enough; else None."""
     found = [f for f in trust.tokens if f.startswith(beginning)]
     return found[0] if len(found) == 1 and len(beginning) >= _FEWEST_CHARACTERS else None

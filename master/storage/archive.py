@@ -45,8 +45,7 @@ Wanted = Callable[[WorkerId], bool]
 
 @dataclass(slots=True, eq=False)
 class Follower:
-    """Follower of a job's output: a queue of every line from its start on. A full queue drops its
-    oldest line."""
+    """Follower of a job's output: a queue of lines, which drops the oldest when it is full."""
 
     job_id: JobId
     wanted: Wanted
@@ -164,22 +163,17 @@ class Archive:
             self._gaps.setdefault(job_id, _Gap())
 
     def has_waiting(self, job_id: JobId) -> bool:
-        """Return whether records wait for others, and will be written without them after a time.
-        Writing them needs room on the disk."""
+        """Return whether records wait for others, and will be written without them after a time."""
         return job_id in self._gaps and not self.storage.problem and self.metrics(job_id).waits
 
     def held_up(self) -> list[JobId]:
-        """Return the jobs with records that waited for too many before them, which the disk now
-        has."""
+        """Return the jobs with records that waited for room, which there is now."""
         return [job_id for job_id in self._gaps if self.metrics(job_id).is_held_up]
 
     def given_up(self, now: float, late_s: float) -> dict[JobId, range]:
-        """Return the steps whose records nobody has sent for long though others wait for them. All
-        agents that had them are gone, or the file has lost them.
-
+        """Return the steps whose records nobody has sent for long though others wait for them.
         `late_s`: part of the time for which the master itself was away. A gap behind one that was
-        given up has lasted as long as the records behind both.
-        """
+        given up has lasted as long."""
         found = {}
         for job_id, gap in list(self._gaps.items()):
             metrics = self.metrics(job_id)

@@ -122,8 +122,7 @@ class Capture:
                 yield self._name(path), whole_lines(file)
 
     def _log(self, path: Path) -> Iterator[Part]:
-        """Yield a log, and the full one before it. If the first has just become the second, it is
-        yielded once."""
+        """Yield a log and the full one before it, once if the first has just become the second."""
         before = path.with_suffix(".log.1")
         with ExitStack() as opened:
             files: dict[str, BinaryIO] = {}
@@ -205,16 +204,14 @@ def check_backup(backup: Path) -> Summary:
 
 
 def brings_authority(summary: Summary, state_dir: Path) -> bool:
-    """Return whether to restore the backup's authority. The backup must have one, and the directory
-    none except a cut-off restore's."""
+    """Return whether to restore the backup's authority: it has one, and the directory none."""
     marker = state_dir / _UNDER_WAY
     left = marker.is_file() and marker.read_text() == AUTHORITY
     return summary.has_authority and (left or not (state_dir / AUTHORITY).exists())
 
 
 def check_cluster(summary: Summary, cluster: str) -> None:
-    """Check that the backup is of this cluster. Raises Unusable. `cluster`: the present
-    authority's; empty: there is none."""
+    """Raise Unusable unless the backup is of this `cluster`; empty: there is no authority here."""
     if summary.cluster and summary.cluster != cluster:
         missing = "there is no authority here" if not cluster else "the authority here is another"
         raise Unusable(

@@ -42,9 +42,7 @@ def storing(path: Path) -> Iterator[None]:
 
 def append(descriptor: int, data: bytes, *, torn: str, sync: bool) -> None:
     """Write all of `data` to the end of an open file, or leave it as it was. Raises OSError.
-
-    `sync`: force it to the disk. `torn`: crash point in the middle of the write, for tests.
-    """
+    `sync`: force it to the disk; `torn`: crash point in the middle."""
     size = os.lseek(descriptor, 0, os.SEEK_END)
     try:
         if process.is_armed(torn):
@@ -62,8 +60,7 @@ def append(descriptor: int, data: bytes, *, torn: str, sync: bool) -> None:
 
 
 class Storage:
-    """State of the state directory's disk: whether it takes writes, and the file that reserves
-    space."""
+    """State of the state directory's disk, and the file that reserves space."""
 
     def __init__(self, state_dir: Path) -> None:
         self._directory = state_dir

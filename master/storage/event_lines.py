@@ -38,8 +38,7 @@ _PLAIN: Mapping[type[Journaled], tuple[str, ...]] = {
 
 
 def lines_of(state: ClusterState, event: Journaled, unix: float) -> list[tuple[JobId, EventLine]]:
-    """Return the lines that follow from `event` at the Unix time `unix`. `state` is as before the
-    event."""
+    """Return the lines that follow from `event` at `unix`; `state` is as before it."""
     lines = _lines_of(state, event)
     over = list(_incidents(state, event, unix))
     last = (

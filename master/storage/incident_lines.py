@@ -59,8 +59,7 @@ def plan_lines(state: ClusterState, event: PlanMade) -> list[EventLine]:
 
 
 def _versions(state: ClusterState, job: Job, event: PlanMade) -> list[EventLine]:
-    """Return a line on the versions that differ on the plan's nodes, unless an earlier line has
-    reported them."""
+    """Return a line on versions that differ on the plan's nodes, if they are new."""
     found = state.versions_of(event.plan.nodes)
     if set(version_pairs(found)) <= {*job.lineage.mixed}:
         return []
@@ -151,8 +150,7 @@ def pipelines(plan: Plan) -> list[list[dict[str, object]]]:
 
 
 def incident_line(job: Job, incident: Incident, event: Journaled, unix: float) -> dict[str, object]:
-    """Build the line of `incident`, which `event` closes at `unix`. `job` is as before the
-    event."""
+    """Build the line of `incident`, which `event` closes at `unix`; `job` is as before it."""
     root = incident.root_cause
     others = [s for s in incident.setbacks if s is not root]
     witnesses = _witnesses(incident)
@@ -188,8 +186,7 @@ def incident_line(job: Job, incident: Incident, event: Journaled, unix: float) -
 
 
 def setback_line(setback: Setback) -> dict[str, object]:
-    """Build a setback's fields. Every line has every key: null where it does not apply or is not
-    known."""
+    """Build a setback's fields; null: it does not apply, or is not known."""
     return {
         "kind": setback.kind,
         "summary": headline(setback),
@@ -230,8 +227,7 @@ def _last_generation(job: Job, incident: Incident) -> Generation:
 
 
 def _salvaged(incident: Incident) -> int:
-    """Return the salvaged micro-batches of the last repeated step. They include those salvaged in
-    earlier attempts."""
+    """Return the salvaged micro-batches of the last repeated step, over all attempts."""
     redone = [s for s in all_stats(incident) if s.redo_step is not None]
     return redone[-1].salvaged_microbatches if redone else 0
 
@@ -251,11 +247,9 @@ def _attempts(incident: Incident) -> Iterator[dict[str, object]]:
 
 
 def _phases(incident: Incident, closed_at: float, waiting_since: float) -> dict[str, float]:
-    """Return the seconds of each phase; they add up to the time from `stands_since` to `closed_at`.
-
-    A generation counts until the first evidence against it. `waiting_since`: the Unix time at which
-    the job, at the end of the incident, began to wait for nodes; 0: it does not wait.
-    """
+    """Return the seconds of each phase, from `stands_since` to `closed_at`; a generation counts
+    until the first evidence against it. `waiting_since`: Unix time at which the job began to wait
+    for nodes; 0: it does not."""
     spans: dict[str, float] = dict.fromkeys((*PHASES, REDO), 0.0)
     at = incident.stands_since
 
@@ -284,8 +278,7 @@ def _phases(incident: Incident, closed_at: float, waiting_since: float) -> dict[
 
 
 def slowdown_line(job: Job, slowdown: Slowdown, event: Journaled, unix: float) -> EventLine:
-    """Build the line of `slowdown`, which ends with `event` at `unix`. `job` is as before the
-    event."""
+    """Build the line of `slowdown`, which ends with `event` at `unix`; `job` is as before it."""
     made, ended, answers = job.current.made, slowdown_outcome(event), slowdown.answers
     known = [answer.transition for answer in answers if answer.transition is not None]
     return {

@@ -75,11 +75,8 @@ class _Entry(msgspec.Struct, frozen=True, array_like=True):
 
 class Journal:
     def __init__(self, path: Path, *, salvage: bool = False, compact_bytes: int = 0) -> None:
-        """Open or create the journal at `path`. `salvage`: continue with the events before the
-        damage. `compact_bytes`: least size for compaction instead of the usual one, for tests.
-
-        Raises JournalUnusable.
-        """
+        """Open or create the journal at `path`. `salvage`: go on with the events before the damage;
+        `compact_bytes`: least size for compaction, for tests. Raises JournalUnusable."""
         self._path = path
         self._compact_bytes = compact_bytes
         self._old = path.with_name("journal.old")
@@ -130,8 +127,7 @@ class Journal:
         os.fdatasync(self._descriptor)
 
     def _format_of(self, head: bytes) -> int:
-        """Return the format of a journal file that begins with `head`, maybe with only a part of
-        the header. Raises JournalUnusable."""
+        """Return the format of a file that begins with `head`. Raises JournalUnusable."""
         if _HEADER.startswith(head):
             return FORMAT
         found = _NUMBER.fullmatch(head)
@@ -153,8 +149,7 @@ class Journal:
             os.fdatasync(file.fileno())
 
     def _scan(self, file: IO[bytes]) -> tuple[int, bool]:
-        """Return where the whole lines end, and whether a commit begins behind the first bad
-        line."""
+        """Return where the whole lines end, and whether a commit begins behind a bad one."""
         end = file.tell()
         if end < len(_HEADER):
             return 0, False
@@ -237,10 +232,8 @@ class Journal:
     # ---- reading
 
     def replay(self) -> Iterator[tuple[float, Journaled | Snapshot]]:
-        """Yield all entries with their Unix times, oldest first; a snapshot is the first entry.
-
-        Raises JournalUnusable.
-        """
+        """Yield all entries with Unix times; a snapshot is the first one. Raises
+        JournalUnusable."""
         with open(self._path, "rb") as file:
             file.seek(len(_HEADER))
             for line in file:
@@ -296,10 +289,8 @@ class Journal:
         return self._tail_bytes > least
 
     def compact(self, content: str, unix: float) -> None:
-        """Replace all events, which are committed, by a snapshot: the text `content`.
-
-        Raises StorageFailed; committed events are still there then, in one form or the other.
-        """
+        """Replace all events, which are committed, by a snapshot, the text `content`. Raises
+        StorageFailed; they are there then, in one form or the other."""
         assert not self._batch, "only what is committed can be replaced"
         entry = encode(_Entry(self._last, unix, Snapshot(content=content)))
         with storing(self._old):

@@ -162,8 +162,7 @@ class Ledger:
         return self._journal.committed
 
     def journal(self, event: Journaled) -> None:
-        """Append the event to the journal and apply it. It must not be visible outside before it is
-        committed."""
+        """Journal the event and apply it; before `commit` nobody outside may see it."""
         unix = self.unix()
         self._journal.append(event, unix)
         tell(event)

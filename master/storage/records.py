@@ -43,19 +43,15 @@ class JsonLines:
     """File of JSON lines, with the lines that are not yet written to it."""
 
     def __init__(self, path: Path, torn: str, *, sync: bool = True) -> None:
-        """Open no file yet. `torn`: crash point in the middle of a write, for tests. `sync`: each
-        write is forced to the disk."""
+        """Open no file yet. `torn`: crash point in a write; `sync`: force writes to the disk."""
         self.path = path
         self._torn, self._sync = torn, sync
         self._unwritten: list[bytes] = []
 
     def recover(self, read: Callable[[bytes], T], most: int) -> tuple[T, ...]:
-        """Return the last lines as `read` parses them, at most `most` of them, oldest first; none
-        where there is no file.
-
-        An incomplete end of the file is cut off first: a line without its newline, or one that
-        `read` raises ValueError for. Raises StorageFailed.
-        """
+        """Return the last lines, at most `most`, as `read` parses them; none where there is no
+        file. First an incomplete end, which `read` raises ValueError for, is cut off. Raises
+        StorageFailed."""
         with storing(self.path):
             if not self.path.exists():
                 return ()
@@ -355,8 +351,7 @@ class _Step(msgspec.Struct):
 
 
 def read_steps(path: Path, first: int) -> tuple[list[str], int]:
-    """Return some lines from the step `first` on, and the step to continue at; none where there are
-    none. Slow: not for the event loop."""
+    """Return some lines from the step `first` on, and the step to continue at. Slow."""
     try:
         with open(path, "rb") as file:
             file.seek(_find(file, first))

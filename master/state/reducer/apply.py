@@ -37,11 +37,8 @@ from oobleck.master.state.slowdowns import slowdown_after
 
 
 def follow(state: ClusterState, event: Journaled, now: float, unix: float) -> None:
-    """Update the nodes' desired states after `event`; a change gets a newer version.
-
-    Versions follow the calendar, so that they grow even where a journal was lost. A node's event
-    changes only that node's desired state, unless it changes the job's demands on all nodes.
-    """
+    """Update the nodes' desired states after `event`; a change gets a newer version, by the
+    calendar, so that versions grow even where a journal was lost."""
     if isinstance(event, TrustChanged):
         return
     asked, members = _asked_of_all(state), _members(state)
@@ -119,8 +116,7 @@ def _may_be_asked(node: Node, job: Job) -> bool:
 
 
 def _keeps_state(node: Node, job: Job) -> bool:
-    """Return whether a node in quarantine keeps its workers. Their layers may be needed until a
-    step is committed without it."""
+    """Return whether a node in quarantine keeps workers, whose layers may still be needed."""
     name = node.facts.node
     return (
         node.registered

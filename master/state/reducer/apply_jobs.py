@@ -153,8 +153,7 @@ def _note_save(
 
 
 def _is_newest(job: Job, step: int) -> bool:
-    """Return whether a checkpoint after `step` replaces the newest one. It also does if the job has
-    returned to a step before the newest one's."""
+    """Return whether a checkpoint after `step` replaces the newest one, also after going back."""
     newest, restored = job.saves.checkpoint, job.rollback.restored
     if newest is None or step >= newest.step:
         return True
@@ -214,8 +213,7 @@ def _measure(job: Job, event: jobs.MeasuringStarted | jobs.ProfileChosen, now: f
 
 
 def _forget_what_led_there(job: Job) -> None:
-    """Forget an ended job's history except its last plan, its results and the names of nodes. For a
-    thousand nodes the rest would take more than a megabyte per known job."""
+    """Forget most of an ended job's history: of a thousand nodes it takes over a megabyte."""
     plans = [*job.lineage.plans.values(), *filter(None, [job.lineage.before])]
     job.lineage.had_part = frozenset(name for plan in plans for name in plan.nodes)
     job.lineage.before, job.lineage.plans = None, {}
@@ -378,8 +376,7 @@ def _stand_bys_after(
     before: Mapping[WorkerId, Incarnation],
     unix: float,
 ) -> dict[WorkerId, StandBy]:
-    """Return the stand-by records after `event`, whose plan follows one with the processes
-    `before`. No known record is of a process that the event replaces."""
+    """Return the stand-by records after `event`, without processes that it replaces."""
     workers = frozenset(event.plan.workers)
     found: dict[WorkerId, StandBy] = {}
     for worker, one in known.items():

@@ -222,8 +222,7 @@ def _note_request(state: ClusterState, request_id: str) -> None:
 
 
 def _wished(before: Drain | None, event: nodes.NodeDrainRequested) -> Drain:
-    """Return the drain after a request. An operator's drain does not end with the agent, even if
-    the agent asks for it too."""
+    """Return the drain after a request; an operator's stays one if the agent asks for it too."""
     by_agent = not event.request_id
     if before is None or before.by == "quarantine" or (before.by == "sickness" and event.force):
         by: Literal["operator", "agent", "sickness"] = "agent" if event.force else "sickness"
@@ -236,8 +235,7 @@ def _wished(before: Drain | None, event: nodes.NodeDrainRequested) -> Drain:
 
 
 def _kept_by(known: Node, facts: NodeFacts) -> Drain | None:
-    """Return the node's drain if it still holds for the agent that registers now; None: it does
-    not."""
+    """Return the node's drain if it holds for the agent that registers now, else None."""
     drain = known.drain
     if (
         drain is None

@@ -121,8 +121,7 @@ def _note_rival(state: ClusterState, event: AgentRefused, now: float) -> None:
 
 
 def _postpone(state: ClusterState, event: Tick, now: float) -> None:
-    """Extend the leases of nodes and the deadlines of the job by the time that the loop was late.
-    Messages of that time may still be in the queue."""
+    """Extend leases and deadlines by the time that the loop was late: messages may still wait."""
     for node in state.nodes.values():
         node.seen.last_heard = min(node.seen.last_heard + event.late_s, now)
         node.seen.awaited |= event.cut
@@ -171,8 +170,7 @@ def _take_status(state: ClusterState, node: Node, status: NodeStatus, now: float
 
 
 def _without_progress(status: NodeStatus) -> tuple[object, ...]:
-    """Return the status without fields that change with every heartbeat and decide nothing by
-    themselves."""
+    """Return the status without fields that change with every heartbeat and decide nothing."""
     workers = ((w.slot, w.incarnation, w.card, w.generation, w.finished) for w in status.workers)
     node = (status.job_id, status.generation, status.leaving, status.trouble)
     return (*node, status.failed_starts, status.sick, *workers)
@@ -198,8 +196,7 @@ def _take_progress(
 
 
 def _take_pace(job: Job, node: NodeName, status: WorkerStatus, now: float) -> bool:
-    """Note the pace of a process that the newest generation counts on, in that generation's
-    steps."""
+    """Note the pace of a process in the steps of the newest generation."""
     worker, generation = WorkerId(node, status.slot), job.current.generation
     processes = job.current.processes()
     if status.stepped != generation or processes.get(worker) != status.incarnation:
@@ -216,8 +213,7 @@ def _take_beats(job: Job, before: WorkerStatus, worker: WorkerStatus, now: float
 
 
 def _redoes(job: Job, worker: WorkerStatus) -> bool:
-    """Return whether a worker has done a recorded step again. Its record does not arrive again, so
-    statuses must show that."""
+    """Return whether a worker has done a recorded step again, which no record tells."""
     step, seen = worker.committed_step, job.seen
     if not 0 <= step <= seen.steps.committed_step:
         return False
@@ -254,8 +250,7 @@ def _take_records(job: Job, records: tuple[StepRecord, ...], now: float) -> None
 
 
 def _refute_losses(job: Job, record: StepRecord) -> None:
-    """Take back losses of peers that the step refutes. A worker that has lost one takes part in no
-    later step, and without it none is committed."""
+    """Take back losses of peers that the step refutes: without them it was not committed."""
     refuted = [
         worker
         for worker, (_, lost) in job.seen.peers_lost.items()
@@ -270,8 +265,7 @@ def _refute_losses(job: Job, record: StepRecord) -> None:
 def _note_claim(
     state: ClusterState, job: Job, node: NodeName, worker: WorkerStatus, now: float
 ) -> None:
-    """Note a committed step by a status. A step is committed by all or by none, so a second node
-    must report it too."""
+    """Note a committed step by a status, once a second node reports it too."""
     steps, step, stepped = job.seen.steps, worker.committed_step, worker.stepped
     if step <= steps.furthest_step:
         return
@@ -289,8 +283,7 @@ def _note_claim(
 
 
 def _others_can_tell(state: ClusterState, job: Job, node: NodeName) -> bool:
-    """Return whether other nodes can confirm steps. A master that has just started may find others
-    that have trained nothing since their own start."""
+    """Return whether other nodes can confirm steps, as far as a new master knows."""
     others = (name for name in job.current.members if name != node)
     if not job.seen.inherited:
         return any(others)

@@ -120,8 +120,7 @@ def _hear_peer_lost(
 
 
 def _with_more(first: PeerLost, then: PeerLost) -> PeerLost:
-    """Merge two reports of a worker. Its training and its links both report, and not both know the
-    missing peer."""
+    """Merge two reports of a worker, of its training and its links, which know different peers."""
     return msgspec.structs.replace(
         first,
         unreached=tuple(sorted({*first.unreached, *then.unreached})),
@@ -130,8 +129,7 @@ def _with_more(first: PeerLost, then: PeerLost) -> PeerLost:
 
 
 def _take_measurement(job: Job, event: WorkerReported, found: Measured | LinkMeasured) -> bool:
-    """Take a measurement of the newest attempt, from a process that was asked; return whether it
-    counts."""
+    """Take a measurement of the newest attempt, and return whether it counts."""
     if isinstance(found, Measured) and found.alone_s is not None:
         told, pace = job.slow.get(event.worker), job.seen.pace
         if told is None or told.incarnation != event.incarnation:
@@ -150,9 +148,8 @@ def _take_measurement(job: Job, event: WorkerReported, found: Measured | LinkMea
 
 
 def _is_stale(job: Job, event: WorkerReported) -> bool:
-    """Return whether the report is from a replaced process and changes nothing. A checkpoint from
-    such a process still counts if it is newer than all known ones. So does the first answer to a
-    request for one."""
+    """Return whether the report is from a replaced process and changes nothing. A newer checkpoint,
+    or the first answer to a request for one, still counts."""
     if not job.is_replaced(event.worker, event.incarnation):
         return False
     if isinstance(event.what, CheckpointSaved | SaveFailed):
@@ -192,8 +189,7 @@ def rendezvous_host(state: ClusterState, job: Job) -> NodeName | None:
 
 
 def note_entered(job: Job, process: Incarnation, generation: Generation) -> None:
-    """Note that the process has entered the generation, by its own report or its node's status. A
-    master that has just started did not get the report."""
+    """Note that the process has entered the generation, by its report or its node's status."""
     before = job.seen.processes.entered.get(process, frozenset())
     # Where a plan is no longer known a step has been committed in a newer one.
     if generation in job.lineage.plans and generation not in before:
@@ -244,8 +240,7 @@ def _take_phase(job: Job, worker: WorkerId, reached: PhaseReached, now: float) -
 
 
 def note_progress(job: Job, generation: Generation, now: float) -> None:
-    """Note progress of the job, unless it is of an older generation. The newest one waits for that,
-    and does not advance by it."""
+    """Note progress of the job, unless it is of an older generation."""
     if generation >= job.current.generation:
         # A report may have waited for a session; progress since then counts.
         job.seen.progressed_at = max(now, job.seen.progressed_at or now)
