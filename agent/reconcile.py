@@ -1,21 +1,19 @@
 """Decision on the difference between the desired and the observed state.
 
-Pure and level-triggered: the same state gives the same actions, whatever its history. An action
-whose effect has been noted (as an event) is not decided again.
+Pure and level-triggered: an action whose effect has been noted (as an event) is not decided again.
 
-Hung workers are found here too. The agent asks every worker for a heartbeat; a thread of the
-worker's own answers with what the training thread is doing (`Alive`). A worker that waits for
-others is not blamed: the agent of the hung worker finds it.
+Hung workers are found here too, by the answers of a thread of their own to the agent's questions
+(`Alive`). A worker that waits for others is not blamed: the agent of the hung one finds it.
 
 1. A process that does not answer is stopped, or all of it hangs.
 2. A training thread that is busy with one thing for too long, and does not wait for another
-   process, hangs. The limit follows from the steps that this node has seen. It is longer for
-   reading and writing files, and for a process's first step, in which libraries compile.
+   process, hangs. The limit follows from the steps that this node has seen, and is longer for files
+   and for a process's first step.
 3. A worker that has been ordered to leave its generation has no reason to wait for another one.
 
-A worker that hangs is killed, and counts as lost like any other. Only if it alone has a part of the
-model, its limit is at least the job's own (`fruitless_s`): a stopped process may resume. Times are
-arguments; an agent that was paused itself has moved all of them on (`Paused`).
+A worker that hangs is killed. If it alone has a part of the model, its limit is at least the job's
+own (`fruitless_s`): a stopped process may resume. Times are arguments; an agent that was paused
+itself has moved all of them on (`Paused`).
 """
 
 from collections.abc import Iterator

@@ -2,10 +2,10 @@
 
 Names follow Prometheus' conventions: base units at the end, `_total` for counters.
 
-Anybody who can reach the page gets it, so it is bounded in all ways: connections, what they may
-send, how long they may last, and how often the metrics are read, however many ask. The server of
-prometheus_client has a thread for each connection, for as long as that lasts, and makes a page for
-each request; only its text format is used. Must not know what the metrics are.
+Anybody who can reach the page gets it, so connections, what they send, how long they last, and how
+often the metrics are read are bounded. The server of prometheus_client has a thread for each
+connection and makes a page for each request; only its text format is used. Must not know what the
+metrics are.
 """
 
 import asyncio

@@ -1,12 +1,4 @@
-"""`oobleck-master`: reads the flags, locks the state directory, and serves until it is ended.
-
-Exit codes:
-  0 ended by a signal
-  1 the state directory takes no more
-  2 the flags or what they name cannot be used
-  3 the state breaks an invariant (`--validate`)
-  6 standard output takes nothing
-"""
+"""`oobleck-master`: reads the flags, locks the state directory, and serves until it is ended."""
 
 import asyncio
 import contextlib

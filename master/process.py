@@ -1,15 +1,11 @@
 """Process of the master: its lock, its heap, and the points at which tests make it die.
 
-A state directory has one master at a time.
+By default each of gRPC's threads takes memory from a heap of its own, up to eight for each core,
+and the others cannot use what is free there; so all threads share one.
 
-Free memory goes back to the kernel. By default each of gRPC's threads takes memory from a heap of
-its own, up to eight for each core, and the others cannot use what is free there. So all threads
-share one.
-
-Collections are short. Python's cycle collector looks at every living object while all tasks wait:
-with a thousand agents for 115 to 135 ms, once in ten seconds. So objects that have survived one
-full collection are left out of the next ones, until all are looked at again after ten minutes. A
-cycle of references that was alive in one stays so long.
+Python's cycle collector looks at every living object while all tasks wait: with a thousand agents
+for 115 to 135 ms, once in ten seconds. So objects that have survived one full collection are left
+out of the next ones, until all are looked at again after ten minutes.
 
 A crash point makes the master die as by `kill -9`. `arm` is called once, from the command line; if
 nothing is armed `reach` does nothing. The point of a torn write lies between its two halves.

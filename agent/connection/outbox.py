@@ -1,14 +1,11 @@
 """Queues of messages to the master: filled by the supervisor, emptied by the session.
 
 The status is a level (only the newest counts); reports and log lines are events in bounded queues.
-Step records wait in their buffer until the master acknowledges them. Every worker of a job makes
-the same record at each commit, so every agent has all of them. Two agents send at once, since the
-master takes a record that two nodes report alike. The others send only records that stay
-unacknowledged: the third after `HOLD_S`, each further one `NEXT_S` later. So a record gets through
-whichever node dies.
-
-If the master is away for more than `LIMIT` steps, the *oldest* records are kept, since the master
-writes them in step order. Later ones are lost and counted. Must not know processes or streams.
+Step records wait until the master acknowledges them. All agents of a job have the same ones. Two
+send at once, since the master takes a record that two nodes report alike; the third sends what
+stays unacknowledged after `HOLD_S`, each further one `NEXT_S` later. So a record gets through
+whichever node dies. Of more than `LIMIT` the *oldest* are kept, since the master writes them in
+step order. Must not know processes or streams.
 """
 
 import asyncio

@@ -4,10 +4,9 @@ Owns descriptors and signals; decides nothing. Reports events to a `Listener`. M
 master.
 
 The kernel closes a process's sockets, and lets its parent wait for it, only once its memory is
-freed. That takes a tenth of a second for each gigabyte on a host, and seconds where a GPU's driver
-has memory to free. Meanwhile its first thread is already exiting and its exit status is known,
-since all threads of a process end together. The kernel sends no notice of that (a pidfd is of the
-whole process), so `EndWatch` polls, at some microseconds each.
+freed: a tenth of a second for each gigabyte on a host, and seconds where a GPU's driver has memory
+to free. Before that its first thread is already exiting and its exit status known. The kernel sends
+no notice of that (a pidfd is of the whole process), so `EndWatch` polls, at some microseconds each.
 """
 
 import asyncio

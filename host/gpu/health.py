@@ -1,13 +1,11 @@
 """Diagnosis from samples of GPUs: whether a GPU is sick, and why one is slow.
 
-A GPU is sick if it has to be reset, or its host restarted, before it can be trusted again. The
-evidence is NVIDIA's catalogue of Xids, NVML's own report, or a bad row of memory that could not be
-replaced. In the catalogue (docs.nvidia.com/deploy/xid-errors) these are errors with the "immediate
-action" RESET_GPU, RESTART_BM or a workflow that ends there.
-
-Everything else is only reported: the GPU has repaired it for now, and needs a reset when
-convenient. Xids of the program that ran (13, 31, 43, 45 and others) are no evidence about the GPU.
-Pure. Must not know the origin of samples, nor the reaction.
+A GPU is sick if it has to be reset, or its host restarted, before it can be trusted again, by
+NVML's own report, a bad row of memory that could not be replaced, or an Xid whose "immediate
+action" in NVIDIA's catalogue (docs.nvidia.com/deploy/xid-errors) is RESET_GPU, RESTART_BM or a
+workflow that ends there. Everything else is only reported. Xids of the program that ran (13, 31,
+43, 45 and others) are no evidence about the GPU. Pure. Must not know the origin of samples, nor the
+reaction.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence

@@ -1,16 +1,13 @@
 """Address of a master and the credentials to show there; decides whether a call is safe.
 
-Without credentials a call is in the clear and readable by anyone, so it may not leave this host. A
-master that the caller's own user runs here reports the folder of its operator's credentials.
+Without credentials a call is in the clear and readable by anyone, so it may not leave this host.
 
-A master with an authority answers at an abstract Unix socket, named after its user and its address.
-The kernel ends that name with the master, and keeps it in the network namespace of the master's
-port. So no name is left behind, and none leads to another master. Both ends ask the kernel for the
-other's user (SO_PEERCRED). The answer is a path and no secret: the mode of the authority's folder
-keeps others out, such as containers that share the host's network.
-
-A proxy or a tunnel leads to a master by another port. There the caller knows the master by its
-certificate, which that authority has signed. Must not know gRPC.
+A master that the caller's own user runs here, with an authority, answers at an abstract Unix
+socket, named after its user and address, with the folder of its operator's credentials. The kernel
+ends that name with the master, and keeps it in the network namespace of the master's port. Both
+ends ask the kernel for the other's user (SO_PEERCRED). The answer is a path and no secret: the mode
+of the folder keeps others out. Through a proxy or a tunnel, which has another port, the caller
+knows the master by its certificate, which that authority has signed. Must not know gRPC.
 """
 
 import contextlib

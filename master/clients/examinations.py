@@ -1,16 +1,10 @@
 """Examinations: asks all nodes to examine their hosts and the links between them, for `oobleck
 doctor`.
 
-An examination is not state: it is not journaled, and a master that restarts forgets it. There is
-one at a time. Each phase leaves out the nodes that did not answer the phase before:
-
-1. clocks
-2. each host by itself, the head too
-3. folders that nodes share, by files that each leaves there
-4. links, round by round, so that each node measures one at a time
-
-Every order has a time-out, and after a time no further round begins. While a job trains only little
-is sent and written. Must not know gRPC.
+An examination is not journaled, and a master that restarts forgets it. There is one at a time, of
+clocks, each host by itself, folders that nodes share, and links, a pair of nodes at a time. Each
+phase leaves out the nodes that did not answer the one before. Every order has a time-out. While a
+job trains only little is sent and written. Must not know gRPC.
 """
 
 import asyncio

@@ -1,13 +1,12 @@
 """Requests of operators: jobs, checkpoints, drains, credentials, and the adoption of jobs.
 
-Each request becomes one event. A request that is repeated with the same id gets the first answer
-again. The answer is sent when the event is on disk. The caller must still be trusted in the later
-iteration that decides. Must not know gRPC, nor permissions.
+Each request becomes one event, and is answered when that is on disk; one that is repeated with the
+same id gets the first answer again. The caller must still be trusted in the later iteration that
+decides.
 
 A job that nodes train and this master does not know is adopted while it trains. The agents provide
-the job's text, its plan, their processes, its progress, and its wheel. They are asked only when an
-operator wants the job. Once the job is journaled, `oobleck.master.rules.adoption` takes over its
-plan.
+the job's text, its plan, their processes, its progress, and its wheel, if an operator wants the
+job; then `oobleck.master.rules.adoption` takes over its plan. Must not know gRPC, nor permissions.
 """
 
 import asyncio

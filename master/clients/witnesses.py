@@ -1,13 +1,13 @@
 """Confirmation of reports that all workers make alike: they count when a second node agrees.
 
-Every worker makes the record of every step and of every evaluation, and reports every return to a
-checkpoint. So one lying agent changes nothing. A report of one node alone counts only where no
-other node can report. Then the plan has one node, or the others are lost or have reported something
-later, since agents report in order. The line in the job's file names that node. The end of a job
-changes none of this. If two reports differ, the operator is informed, and a third one decides.
+Every worker makes the record of every step and evaluation, and reports every return to a
+checkpoint, so one lying agent changes nothing. A report of one node alone counts only where no
+other can report: the plan has one node, or the others are lost or have reported something later.
+The line in the job's file names that node. If two reports differ, the operator is informed, and a
+third one decides.
 
-`Confirmations` passes confirmed reports to the ledger, in iterations of the loop. Everything is
-forgotten with the master's process: agents keep reports that are not on disk, and repeat them.
+Everything is forgotten with the master's process: agents keep reports that are not on disk, and
+repeat them.
 """
 
 import logging

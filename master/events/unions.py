@@ -1,16 +1,13 @@
 """Everything that can happen to the cluster, as the master sees it, in two kinds.
 
-*Journaled* events (`Journaled`) are durable facts: what operators asked for, who the nodes are,
-and every decision of the master. They are on disk before anyone acts on them, and the durable
-part of the state follows from them alone.
+*Journaled* events (`Journaled`) are durable facts: what operators asked for, who the nodes are, and
+every decision of the master. They are on disk before anyone acts on them, and the durable part of
+the state follows from them alone; the tag of one is its class's name. *Observed* events
+(`Observed`) are reports of agents and of the clock; a restarted master forgets them and hears them
+again.
 
-*Observed* events (`Observed`) are reports of agents and of the clock: streams, heartbeats, step
-records. They are not journaled: a restarted master forgets them and hears them again. The durable
-copy of step records is metrics.jsonl.
-
-The shell stamps each event with the time of its arrival; events carry no clock of their own. The
-tag of a journaled event is its class's name. Owns the two unions, the observed events, and the
-journaled ones of the master itself and of trust, which have nothing secret in them.
+The shell stamps each event with the time of its arrival. Owns the two unions, the observed events,
+and the journaled ones of the master itself and of trust, which have nothing secret in them.
 """
 
 import msgspec

@@ -1,18 +1,10 @@
 """States of a job, and the events that change them.
 
-    queued --JobStarted--> starting --FirstStepCommitted--> running
-    running --a loss or PlanMade--> reconfiguring --FirstStepCommitted--> running
-    starting, running, reconfiguring --JobWaiting--> waiting for nodes
-    waiting for nodes --JobPutBack--> queued
-    starting, running, reconfiguring --JobPutBack (its nodes train another job)--> queued
-    waiting for nodes --JobStarted (no plan yet)--> starting, --PlanMade--> reconfiguring
-    any of them --JobSucceeded, JobFailed, JobCancelled--> succeeded, failed, cancelled
-
-A `starting` job is `profiling` from MeasuringStarted to ProfileChosen, and may go from there to
-waiting, failed and cancelled too. It stays `starting` until a step of its first plans is committed,
-and `reconfiguring` until one of the newest plan is. The record of that step may arrive late: if a
-loss has been declared already, the job does not become `running` by it. Losses count only where
-they hit the newest plan. An event that the table does not allow is a bug.
+A `starting` job is `profiling` from MeasuringStarted to ProfileChosen. It stays `starting` until a
+step of its first plans is committed, and `reconfiguring` until one of the newest plan is. The
+record of that step may arrive late: if a loss has been declared already, the job does not become
+`running` by it. Losses count only where they hit the newest plan. An event that the table does not
+allow is a bug.
 
 Owns the losses of a job, too. Must not know what else an event changes.
 """

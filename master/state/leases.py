@@ -1,11 +1,10 @@
-"""Leases of nodes: how long each may be silent, given the silence of the others.
+"""Leases of nodes: how long each may be silent, given the silence of the others. Pure.
 
-A master whose loop was late has extended all leases by the delay (`Tick`). It also gives every node
-the time to return that agents of a restarted master have. So its own pauses count against no node.
-Many streams that end at once were cut together, and return together. If all nodes fall silent
-together, the head has lost its network: they too have the time of a master's restart. Reconnecting
-takes longer if many return, since each handshake needs a processor. Then each node has an answer's
-time after the last one that returned. Pure.
+A master whose loop was late has extended all leases by the delay (`Tick`), and gives nodes the time
+to return that agents of a restarted master have, so that its pauses count against none. So have
+streams that were cut together, and nodes that fall silent together, as when the head has lost its
+network. If many return, each has an answer's time after the last one that did: handshakes need a
+processor.
 """
 
 from bisect import bisect_left, bisect_right

@@ -3,18 +3,17 @@
 A backup is one consistent point, a length of the journal, and nothing waits for it:
 
 - The lengths of all `events.jsonl` are taken before the journal's. So no file has a line that the
-  journal lacks, and a restart makes the lines that a file lacks. Lines from before the journal's
-  snapshot are in the files, since compaction syncs them first.
+  journal lacks, and a restart makes the lines that a file lacks.
 - The journal's length is taken between two iterations of the master, so at the end of a commit. If
   compaction has put another journal in place since the first look, all begins anew.
-- The lengths of `metrics.jsonl` and `evaluations.jsonl`, which only grow, are taken after that.
-  They may be ahead of the journal, as after a crash.
+- The lengths of `metrics.jsonl` and `evaluations.jsonl` come last, and may be ahead, as after a
+  crash.
 
-Profiles and wheels appear whole, and are read last. Wheels that are there at the first look are
-opened then, since a job that ends removes its wheel. Files that grow are cut at the end of a line.
+Profiles and wheels appear whole; wheels are opened at the first look, since a job that ends removes
+its own. Files that grow are cut at the end of a line.
 
 All of a backup is checked before anything is restored. While files are copied, the directory has
-the file `restoring`, and no master starts on it. The next `--restore` begins anew. Must not know
+the file `restoring`, and no master starts on it; the next `--restore` begins anew. Must not know
 gRPC, who receives the files, nor the journal's events.
 """
 

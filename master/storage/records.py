@@ -1,16 +1,16 @@
 """JSON lines of each job: events.jsonl, metrics.jsonl and evaluations.jsonl.
 
-They are only appended to. Lines that the disk does not take wait in memory. A file is open only
-while lines are written, so that a master may know any number of jobs.
+They are only appended to, and open only while lines are written. Lines that the disk does not take
+wait in memory.
 
 Each line of events.jsonl is numbered from 1 and written exactly once. Lines follow from the
-journal, so a crash can cost a file only those of the last commits. The next start makes all lines
-again and skips those that the file has. A file with more lines than the journal gives shows that
-the journal has lost its end.
+journal, so a crash can cost a file only those of the last commits; the next start makes all lines
+again and skips those that the file has. A file with more lines shows that the journal has lost its
+end.
 
 The other two have one line per committed step, or per evaluation, in step order, exactly once. The
-last whole line of a file gives its last step. Readers find a step by bisection, so a long file
-costs them no more than a short one. Must not know where records come from, nor who reads them.
+last whole line gives the last step, and readers find a step by bisection. Must not know where
+records come from, nor who reads them.
 """
 
 import math
