@@ -12,7 +12,7 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from oobleck.core.redact import redact
 from oobleck.host.system.files import check_size, open_regular, read_regular, sync_directory
@@ -25,58 +25,25 @@ _MOST_NAMES = 100_000
 Content = bytes | memoryview
 
 
-class Folder(Protocol):
-    """Folder of files. Names are relative to it and use `/`. All methods raise OSError."""
-
-    #: Name given by the user, with its secrets hidden, for messages.
-    url: str
-
-    def names(self) -> list[str]:
-        """Return the sorted names directly in the folder; empty if there is no such folder. Raises
-        OSError if there are too many."""
-
-    def exists(self, name: str) -> bool:
-        """Return whether there is such a file. Raises OSError if it cannot be determined."""
-
-    def read(self, name: str, *, most_bytes: int) -> bytes:
-        """Read a file. Raises WrongFile if it is larger than `most_bytes`, or not a regular
-        file."""
-
-    def chunks(self, name: str) -> Iterator[bytes]:
-        """Yield the file's content piece by piece."""
-
-    def write(self, name: str, content: Iterable[Content]) -> None:
-        """Make the file and its folders; it appears only when it is whole."""
-
-    def remove(self, name: str) -> None:
-        """Remove the file or folder with all its content; do nothing if it does not exist."""
-
-    def below(self, name: str) -> "Folder":
-        """Return the folder `name` in this one, whether or not it exists."""
-
-
 def is_remote(path: str) -> bool:
     """Return whether `path` is a URL other than a local file's."""
     return "://" in path and not path.startswith("file://")
 
 
-def open_folder(path: str) -> Folder:
-    """Open a folder. `path`: a local directory or an fsspec URL. Raises ValueError with the fix if
-    fsspec does not support that protocol here."""
-    if is_remote(path):
-        return _open_remote(path)
-    return LocalFolder(path.removeprefix("file://"))
-
-
 class LocalFolder:
+    """Folder of files. Names are relative to it and use `/`. All methods raise OSError."""
+
     def __init__(self, path: str | Path) -> None:
+        #: Name given by the user, with its secrets hidden, for messages.
         self.url = str(path)
         self._path = Path(path)
 
-    def below(self, name: str) -> Folder:
+    def below(self, name: str) -> "LocalFolder":
+        """Return the folder `name` in this one, whether or not it exists."""
         return LocalFolder(self._path / name)
 
     def names(self) -> list[str]:
+        """Return the sorted names directly in the folder; empty if there is no such folder."""
         try:
             with os.scandir(self._path) as entries:
                 return bounded_names(entry.name for entry in entries)
@@ -84,6 +51,7 @@ class LocalFolder:
             return []
 
     def exists(self, name: str) -> bool:
+        """Return whether there is such a file."""
         # From Python 3.14 on Path.exists takes any error of the storage for an absence.
         try:
             os.stat(self._path / name)
@@ -92,14 +60,17 @@ class LocalFolder:
         return True
 
     def read(self, name: str, *, most_bytes: int) -> bytes:
+        """Read a file. Raises WrongFile if it is larger, or not a regular file."""
         return read_regular(self._path / name, most_bytes)
 
     def chunks(self, name: str) -> Iterator[bytes]:
+        """Yield the file's content piece by piece."""
         with open_regular(self._path / name) as file:
             while chunk := file.read(CHUNK_BYTES):
                 yield chunk
 
     def write(self, name: str, content: Iterable[Content]) -> None:
+        """Make the file and its folders; it appears only when it is whole."""
         path = self._path / name
         _make_directory(path.parent)
         temporary = path.with_name(f".{path.name}.{os.getpid()}")
@@ -118,6 +89,7 @@ class LocalFolder:
         sync_directory(path.parent)
 
     def remove(self, name: str) -> None:
+        """Remove the file, or folder with all its content, if it exists."""
         path = self._path / name
         with contextlib.suppress(FileNotFoundError):
             if path.is_dir() and not path.is_symlink():
@@ -154,22 +126,8 @@ def _make_directory(path: Path) -> None:
     sync_directory(path.parent)
 
 
-def _open_remote(url: str) -> Folder:
-    import fsspec
-
-    protocol = url.partition("://")[0]
-    try:
-        system, path = fsspec.core.url_to_fs(url)
-    except (ImportError, ValueError) as error:
-        text = (
-            f"{url}: this machine cannot speak {protocol}: {error}; install the fsspec package for"
-        )
-        raise ValueError(f"{redact(text)} it on every node") from error
-    return RemoteFolder(url, system, path)
-
-
 class RemoteFolder:
-    """Folder reached through fsspec, without renames and caches of listings."""
+    """The same through fsspec, without renames and caches of listings."""
 
     def __init__(self, url: str, system: Any, path: str) -> None:
         self.url = redact(url)
@@ -179,7 +137,7 @@ class RemoteFolder:
     def _at(self, name: str) -> str:
         return f"{self._path}/{name}"
 
-    def below(self, name: str) -> Folder:
+    def below(self, name: str) -> "RemoteFolder":
         return RemoteFolder(f"{self.url.rstrip('/')}/{name}", self._system, self._at(name))
 
     def names(self) -> list[str]:
@@ -223,6 +181,31 @@ class RemoteFolder:
     def remove(self, name: str) -> None:
         with _as_os_errors(self.url), contextlib.suppress(FileNotFoundError):
             self._system.rm(self._at(name), recursive=True)
+
+
+Folder = LocalFolder | RemoteFolder
+
+
+def open_folder(path: str) -> Folder:
+    """Open a folder. `path`: a local directory or an fsspec URL. Raises ValueError with the fix if
+    fsspec does not support that protocol here."""
+    if is_remote(path):
+        return _open_remote(path)
+    return LocalFolder(path.removeprefix("file://"))
+
+
+def _open_remote(url: str) -> Folder:
+    import fsspec
+
+    protocol = url.partition("://")[0]
+    try:
+        system, path = fsspec.core.url_to_fs(url)
+    except (ImportError, ValueError) as error:
+        text = (
+            f"{url}: this machine cannot speak {protocol}: {error}; install the fsspec package for"
+        )
+        raise ValueError(f"{redact(text)} it on every node") from error
+    return RemoteFolder(url, system, path)
 
 
 @contextlib.contextmanager
