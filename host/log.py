@@ -35,8 +35,8 @@ class FieldFormatter(logging.Formatter):
         return line
 
 
-def configure(level: str = "INFO") -> None:
+def configure() -> None:
     """Send all log lines of this process to its standard error."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(FieldFormatter())
-    logging.basicConfig(level=level, handlers=[handler], force=True)
+    logging.basicConfig(level="INFO", handlers=[handler], force=True)

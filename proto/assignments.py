@@ -52,11 +52,11 @@ def read_head(message: pb.Head) -> Head:
     return struct_of(Head, message)
 
 
-def head_of(message: pb.Welcome | pb.Assignment, field: str = "head") -> Head | None:
+def head_of(message: pb.Welcome | pb.Assignment) -> Head | None:
     """Return the message's head; None if it names none. Raises ValueError."""
     if not message.HasField("head"):
         return None
-    with in_field(field):
+    with in_field("head"):
         return read_head(message.head)
 
 

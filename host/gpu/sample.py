@@ -10,7 +10,6 @@ import re
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
 
 import msgspec
 import psutil
@@ -88,16 +87,16 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
 _XID = re.compile(
     r"NVRM: Xid \(PCI:([0-9a-fA-F]{4,8}):([0-9a-fA-F]{2}):([0-9a-fA-F]{2})[^)]*\): (\d+)"
 )
-_LOG = Path("/dev/kmsg")
+_LOG = "/dev/kmsg"
 _RECORD_BYTES = 8 << 10
 #: The kernel keeps a few hundred KiB.
 _MOST_RECORDS = 100_000
 
 
-def read_xids(log: Path = _LOG) -> tuple[Xid, ...]:
+def read_xids() -> tuple[Xid, ...]:
     """Read each Xid once, in order; none if this user may not read the log."""
     try:
-        descriptor = os.open(log, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        descriptor = os.open(_LOG, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
         return ()
     try:

@@ -14,14 +14,13 @@ _PR_SET_PDEATHSIG = 1
 _KILLED_S = 1.0
 
 
-def die_with_parent(parent_pid: int, signum: signal.Signals = signal.SIGKILL) -> None:
-    """Have the kernel send this process `signum` as soon as its parent ends; at once, if
-    `parent_pid` is gone already. Linux only."""
+def die_with_parent(parent_pid: int) -> None:
+    """Have the kernel kill this process as soon as its parent, `parent_pid`, ends. Linux only."""
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, int(signum), 0, 0, 0) != 0:
+    if libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     if os.getppid() != parent_pid:
-        os.kill(os.getpid(), signum)
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def python(module: str, *arguments: str) -> list[str]:

@@ -158,7 +158,8 @@ def _take_status(state: ClusterState, node: Node, status: NodeStatus, now: float
         for worker in status.workers:
             last = before.worker(worker.slot)
             if last is not None and last.incarnation == worker.incarnation:
-                _take_beats(job, last, worker, now)
+                if worker.beats != last.beats:  # a long step advances
+                    note_progress(job, worker.generation, now)
                 # A worker that has lost a peer may have the only copy of some state.
                 changed |= worker.stepped != last.stepped and bool(job.seen.peers_lost)
             changed |= _take_progress(state, job, node.facts.node, worker, now)
@@ -204,12 +205,6 @@ def _take_pace(job: Job, node: NodeName, status: WorkerStatus, now: float) -> bo
     job.seen.pace.enter(generation)
     reading = Reading(status.incarnation, status.compute_steps, status.compute_s)
     return job.seen.pace.take(worker, reading, len(processes), now)
-
-
-def _take_beats(job: Job, before: WorkerStatus, worker: WorkerStatus, now: float) -> None:
-    """Note progress by completed instructions, which shows that a long step advances."""
-    if worker.beats != before.beats:
-        note_progress(job, worker.generation, now)
 
 
 def _redoes(job: Job, worker: WorkerStatus) -> bool:
