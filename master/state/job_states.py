@@ -9,7 +9,7 @@ allow is a bug.
 Owns the losses of a job, too. Must not know what else an event changes.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import get_args
 
 from oobleck.master.events.jobs import (
@@ -30,6 +30,14 @@ from oobleck.master.state.job import DeclaredLoss, Job, JobState
 from oobleck.master.state.job_observed import LossSeen
 
 _LOSSES: tuple[type[Journaled], ...] = get_args(DeclaredLoss)
+
+
+def _all_to(
+    state: JobState, events: Iterable[type[Journaled]] = _LOSSES
+) -> Mapping[type[Journaled], JobState]:
+    return dict.fromkeys(events, state)
+
+
 #: Events that any job under way may get, but for one that is measured: it cannot succeed.
 _AT_ANY_TIME: Mapping[type[Journaled], JobState] = {
     JobWaiting: "waiting for nodes",
@@ -42,7 +50,7 @@ TRANSITIONS: Mapping[JobState, Mapping[type[Journaled], JobState]] = {
     "queued": {JobStarted: "starting", JobCancelled: "cancelled"},
     "starting": {
         **_AT_ANY_TIME,
-        **dict.fromkeys(_LOSSES, "starting"),
+        **_all_to("starting"),
         MeasuringStarted: "profiling",
         ProfileChosen: "starting",
         PlanMade: "starting",
@@ -55,19 +63,19 @@ TRANSITIONS: Mapping[JobState, Mapping[type[Journaled], JobState]] = {
     },
     "running": {
         **_AT_ANY_TIME,
-        **dict.fromkeys(_LOSSES, "reconfiguring"),
+        **_all_to("reconfiguring"),
         PlanMade: "reconfiguring",
     },
     "reconfiguring": {
         **_AT_ANY_TIME,
-        **dict.fromkeys(_LOSSES, "reconfiguring"),
+        **_all_to("reconfiguring"),
         PlanMade: "reconfiguring",
         FirstStepCommitted: "running",
     },
     "waiting for nodes": {
         **_AT_ANY_TIME,
         # A node is reset for a rendezvous of the others, and there is none.
-        **{loss: "waiting for nodes" for loss in _LOSSES if loss is not NodeReset},
+        **_all_to("waiting for nodes", (loss for loss in _LOSSES if loss is not NodeReset)),
         JobStarted: "starting",
         PlanMade: "reconfiguring",
         FirstStepCommitted: "waiting for nodes",
