@@ -20,6 +20,7 @@ from oobleck.host.ipc.endpoint import check_insecure
 from oobleck.host.storage.backup import AUTHORITY, JOURNAL, Summary
 from oobleck.host.system.process import allow_open_files, die_with_parent
 from oobleck.master import process
+from oobleck.master.api.pki_service import AuthorityFolder
 from oobleck.master.config import MasterConfig, Retention, Unusable
 from oobleck.master.process import locked, share_heap, short_collections
 from oobleck.master.server import serve
@@ -107,11 +108,7 @@ def _brings_authority(config: MasterConfig) -> bool:
 
 def _cluster_of(pki: Path | None) -> str:
     """Return the identity of the authority's cluster; empty: there is none. Raises ValueError."""
-    if pki is None:
-        return ""
-    from oobleck.master.api.pki_service import AuthorityFolder
-
-    return AuthorityFolder(pki).cluster
+    return "" if pki is None else AuthorityFolder(pki).cluster
 
 
 def _fill(config: MasterConfig, backups: Sequence[Path]) -> None:

@@ -11,7 +11,6 @@ import logging
 import signal
 import socket
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import grpc
 
@@ -25,7 +24,7 @@ from oobleck.master.api.agent_service import ControlService
 from oobleck.master.api.connections import Connections
 from oobleck.master.api.interceptor import CallInterceptor, Calls, Shares
 from oobleck.master.api.operator_service import OperatorService
-from oobleck.master.api.pki_service import PkiService
+from oobleck.master.api.pki_service import AuthorityFolder, PkiService
 from oobleck.master.api.wheels import Wheels
 from oobleck.master.config import MasterConfig, Unusable
 from oobleck.master.loop import Master
@@ -38,9 +37,6 @@ from oobleck.master.storage.journal import Journal
 from oobleck.master.tracking import Tracking
 from oobleck.proto import control_pb2_grpc as rpc
 from oobleck.proto.health import ALIVE, READY, HealthPort, Probes, health_handler
-
-if TYPE_CHECKING:
-    from oobleck.master.api.pki_service import AuthorityFolder
 
 log = logging.getLogger(__name__)
 
@@ -180,12 +176,10 @@ def _open_health(address: str | None, probes: Probes) -> HealthPort | None:
         raise Unusable(str(error)) from error
 
 
-def _read_authority(config: MasterConfig) -> "AuthorityFolder | None":
+def _read_authority(config: MasterConfig) -> AuthorityFolder | None:
     """Read the authority's folder; None: the service is in the clear. Raises Unusable."""
     if config.pki is None:
         return None
-    from oobleck.master.api.pki_service import AuthorityFolder
-
     try:
         return AuthorityFolder(config.pki)
     except ValueError as error:
@@ -207,7 +201,7 @@ def announce(config: MasterConfig, address: str) -> contextlib.ExitStack:
     return stack
 
 
-def _show(config: MasterConfig, authority: "AuthorityFolder | None") -> tuple[str, ...]:
+def _show(config: MasterConfig, authority: AuthorityFolder | None) -> tuple[str, ...]:
     """Return the flags of the master's own process that only reads. Raises OSError."""
     if authority is None:
         return ("--insecure",)

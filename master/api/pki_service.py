@@ -58,8 +58,6 @@ from oobleck.proto import control_pb2_grpc as rpc
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
 
-    from oobleck.host.security.pki import Authority, Identity
-
 log = logging.getLogger(__name__)
 
 
@@ -170,7 +168,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class PkiService(rpc.PkiServicer):
-    def __init__(self, master: Master, authority: "Authority | None", life_s: float) -> None:
+    def __init__(self, master: Master, authority: pki.Authority | None, life_s: float) -> None:
         """Serve certificates of `authority` that are valid for `life_s`. `authority`: None where
         the service is in the clear."""
         self._master = master
@@ -178,8 +176,6 @@ class PkiService(rpc.PkiServicer):
         self._life_s = life_s
 
     async def Join(self, request: pb.JoinRequest, context: Context) -> pb.CertificateReply:
-        from oobleck.host.security import pki
-
         authority, token = await self._ready(context)
         key = await _read_key(request.request, context)
         try:
@@ -208,8 +204,6 @@ class PkiService(rpc.PkiServicer):
         return _reply(await self._requests(context).change_trust(decide), authority)
 
     async def Renew(self, request: pb.RenewRequest, context: Context) -> pb.CertificateReply:
-        from oobleck.host.security import pki
-
         authority, holder = await self._ready(context)
         key = await _read_key(request.request, context)
 
@@ -225,8 +219,6 @@ class PkiService(rpc.PkiServicer):
         return _reply(await self._requests(context).change_trust(decide), authority)
 
     async def CreateToken(self, request: pb.TokenRequest, context: Context) -> pb.CertificateReply:
-        from oobleck.host.security import pki
-
         authority, maker = await self._ready(context)
         key = await _read_key(request.request, context)
         try:
@@ -295,7 +287,7 @@ class PkiService(rpc.PkiServicer):
         await self._requests(context).change_trust(lambda trust, unix: (event, None))
         return pb.RevokeReply()
 
-    async def _ready(self, context: Context) -> "tuple[Authority, Identity]":
+    async def _ready(self, context: Context) -> tuple[pki.Authority, pki.Identity]:
         """Return the authority and the caller, who is always known where there is an authority. End
         the call where there is none."""
         identity = caller(context)
@@ -322,8 +314,6 @@ async def _not_found(context: Context, text: str) -> NoReturn:
 
 
 async def _read_key(request: str, context: Context) -> "EllipticCurvePublicKey":
-    from oobleck.host.security import pki
-
     try:
         return pki.read_request(request)
     except ValueError as error:
@@ -353,7 +343,7 @@ def _holder(holder: Holder | None) -> pb.Holder | None:
     return pb.Holder(role=holder[0], name=holder[1]) if holder is not None else None
 
 
-def _reply(certificate: bytes, authority: "Authority") -> pb.CertificateReply:
+def _reply(certificate: bytes, authority: pki.Authority) -> pb.CertificateReply:
     return pb.CertificateReply(
         certificate=certificate.decode(), authority=authority.certificate.decode()
     )
