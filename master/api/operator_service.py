@@ -7,7 +7,7 @@ changes and send what is new, so a slow reader costs nobody anything.
 import asyncio
 import contextlib
 import re
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator
 from itertools import islice, takewhile
 from typing import Any
 
@@ -20,8 +20,9 @@ from oobleck.core.job.file import parse_job
 from oobleck.core.job.spec import JobSpec
 from oobleck.core.profile import Profile
 from oobleck.core.profile_file import format_profile, parse_profile
+from oobleck.host.storage.backup import Summary
+from oobleck.host.versions import installed
 from oobleck.master.api.access import MOST_DETAILS, caller
-from oobleck.master.api.backup import backup
 from oobleck.master.api.view import head_status, held_note, job_status, node_info, problem_of
 from oobleck.master.api.wheels import Wheels
 from oobleck.master.clients.examinations import Busy, Wish
@@ -34,6 +35,7 @@ from oobleck.master.rules.first_plan import shortfall
 from oobleck.master.rules.questions import is_undecided
 from oobleck.master.state.job import ENDED, Job
 from oobleck.master.storage.archive import Line
+from oobleck.master.storage.backup import Capture
 from oobleck.master.storage.records import read_steps
 from oobleck.master.tracking import check_installed
 from oobleck.planner.profile.measurement import check_fits
@@ -344,7 +346,7 @@ class OperatorService(rpc.OperatorServicer):
     async def Backup(
         self, request: pb.BackupRequest, context: Context
     ) -> AsyncIterator[pb.BackupPart]:
-        parts = backup(self._master, output=not request.no_output)
+        parts = _backup(self._master, output=not request.no_output)
         try:
             async with contextlib.aclosing(parts):
                 async for part in parts:
@@ -428,3 +430,23 @@ def _take(lines: Iterator[Line]) -> list[Line]:
 
 def _log_line(line: Line) -> pb.LogLine:
     return pb.LogLine(node=line.worker.node, slot=line.worker.slot, line=line.text, time=line.time)
+
+
+async def _backup(master: Master, *, output: bool) -> AsyncGenerator[pb.BackupPart, None]:
+    """Yield the files of one point in parts, then its summary; threads read them. Raises
+    StorageFailed, OSError."""
+    with contextlib.closing(Capture(master.config.state_dir, output=output)) as capture:
+        await asyncio.to_thread(capture.look)
+        while not capture.fix():
+            await asyncio.to_thread(capture.look)
+        summary = Summary(
+            release=installed().oobleck,
+            cluster=master.config.cluster,
+            sequence=master.committed(),
+            time=master.unix(),
+            output=output,
+        )
+        parts = capture.parts()
+        while (part := await asyncio.to_thread(lambda: next(parts, None))) is not None:
+            yield pb.BackupPart(path=part.path, data=part.data, sha256=part.sha256)
+        yield pb.BackupPart(summary=encode(summary))
