@@ -19,7 +19,8 @@ from typing import Any
 import torch
 
 from oobleck.core.job.code import Json
-from oobleck.core.job.families import FAMILIES, Kind, encode_config
+from oobleck.core.job.families import FAMILIES, Kind
+from oobleck.core.job.family import encode_config
 from oobleck.core.job.model import ModelSpec, OwnModelSpec
 from oobleck.worker.data.objective import inputs_and_targets, loss
 from oobleck.worker.models import own

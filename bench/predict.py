@@ -29,8 +29,7 @@ from bench.support.client import Record
 from bench.support.cluster import LocalCluster
 from oobleck.core.ids import Generation, NodeName, WorkerId
 from oobleck.core.plan import Pipeline, Plan
-from oobleck.core.profile import Profile
-from oobleck.core.profile_file import parse_profile
+from oobleck.core.profile import Profile, parse_profile
 from oobleck.core.routes import Hold
 from oobleck.planner.cost.estimate import estimate_step
 

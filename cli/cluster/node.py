@@ -65,8 +65,7 @@ def drain(
     until = math.inf if timeout_s is None else time.monotonic() + timeout_s
     with MasterClient(master) as connection:
         told = _tell(connection.drain(name, reason, force=force))
-        away = Away()
-        away.answered()
+        away = Away(answered=True)
         while wait:
             try:
                 info = _find(connection, name)

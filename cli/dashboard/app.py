@@ -27,8 +27,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from oobleck.cli.dashboard.actions import Actions, PlanPage
 from oobleck.cli.dashboard.hub import Hub, until
-from oobleck.cli.dashboard.incident import IncidentPage
-from oobleck.cli.dashboard.pages import ClusterPage, JobPage, LogsPage
+from oobleck.cli.dashboard.pages import ClusterPage, IncidentPage, JobPage, LogsPage
 from oobleck.cli.dashboard.parts import MOST_STREAMS, Problem, Rendering, Streams
 from oobleck.cli.dashboard.sessions import Session, Sessions
 from oobleck.cli.dashboard.web import Guard, Page, SessionPath, Site, Web

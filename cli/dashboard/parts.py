@@ -118,44 +118,34 @@ def rows_of(part: str) -> str:
 
 
 class Renderings:
-    """Newest renderings.
+    """Newest rendering of each page, for all browsers.
 
-    Browsers share them. A browser that opens a stream gets the changes since its page was made.
+    A browser that opens a stream gets the changes since its page was made, or else all of it.
     """
 
     def __init__(self) -> None:
-        #: Version and digest of the newest rendering, by page and role.
-        self._newest: dict[Hashable, tuple[Hashable, str]] = {}
-        #: Renderings by digest, oldest first.
-        self._kept: dict[str, Rendering] = {}
-        #: Characters of all kept renderings.
-        self._characters = 0
+        #: Version and rendering by page and role, the newest last.
+        self._newest: dict[Hashable, tuple[Hashable, Rendering]] = {}
 
     def newest(self, page: Hashable, version: Hashable) -> Rendering | None:
         """Return the page's newest rendering; None if its version differs, or if it was dropped."""
-        made_of, digest = self._newest.get(page, (None, ""))
-        return self._kept.get(digest) if made_of == version else None
+        made_of, found = self._newest.get(page, (None, None))
+        return found if made_of == version else None
 
     def add(self, page: Hashable, version: Hashable, made: Rendering) -> None:
         """Keep the rendering, however large, and drop the oldest others to make room."""
         self._newest.pop(page, None)
-        self._newest[page] = version, made.digest
-        if len(self._newest) > _MOST_KEPT:
-            del self._newest[next(iter(self._newest))]
-        self._drop(made.digest)
-        self._kept[made.digest] = made
-        self._characters += made.characters
-        while len(self._kept) > 1 and (
-            len(self._kept) > _MOST_KEPT or self._characters > MOST_CHARACTERS
+        self._newest[page] = version, made
+        while len(self._newest) > 1 and (
+            len(self._newest) > _MOST_KEPT or self._characters() > MOST_CHARACTERS
         ):
-            self._drop(next(iter(self._kept)))
+            del self._newest[next(iter(self._newest))]
 
-    def _drop(self, digest: str) -> None:
-        if (found := self._kept.pop(digest, None)) is not None:
-            self._characters -= found.characters
+    def _characters(self) -> int:
+        return sum(made.characters for _, made in self._newest.values())
 
     def known(self, digest: str) -> Rendering | None:
-        return self._kept.get(digest)
+        return next((one for _, one in self._newest.values() if one.digest == digest), None)
 
 
 class Templates:

@@ -207,7 +207,7 @@ def config() -> None:
 @config.command()
 def schema() -> None:
     """Print the JSON Schema of job files, for editors."""
-    from oobleck.core.job.schema import job_schema
+    from oobleck.core.job.file import job_schema
 
     click.echo(json.dumps(job_schema(), indent=2))
 

@@ -6,24 +6,18 @@ answered once; a wrong address is reported at once.
 
 import json
 import queue
-import shutil
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, TextIO, TypeVar
+from typing import Any, TypeVar
 
 import click
 
 from oobleck.cli.client import MasterClient, Unreachable
-from oobleck.cli.output import text
-from oobleck.cli.output.events import event_line
-from oobleck.cli.output.table import cut
-from oobleck.core.units import count
+from oobleck.cli.output.text import ENDED
 from oobleck.host.command import CommandFailed
-from oobleck.host.display import inline
 from oobleck.proto import control_pb2 as pb
 
 #: Longest absence of a master before its follower ends.
@@ -36,6 +30,7 @@ _AGAIN_S = 0.5
 _AHEAD = 1000
 
 K = TypeVar("K")
+T = TypeVar("T")
 
 
 def warn(line: str) -> None:
@@ -49,11 +44,18 @@ def ignore(line: str) -> None:
 class Away:
     """Waiting for one master, with one message."""
 
-    def __init__(self, tell: Callable[[str], None] = warn, *, patience_s: float = AWAY_S) -> None:
+    def __init__(
+        self,
+        tell: Callable[[str], None] = warn,
+        *,
+        answered: bool = False,
+        patience_s: float = AWAY_S,
+    ) -> None:
+        """Prepare. `answered`: the master has answered before."""
         self._tell = tell
         self._patience_s = patience_s
         self._since: float | None = None
-        self._known = False
+        self._known = answered
 
     def answered(self) -> None:
         if self._since is not None:
@@ -74,6 +76,18 @@ class Away:
         time.sleep(_AGAIN_S)
 
 
+def _resumed(away: Away, ask: Callable[[], Iterator[T]]) -> Iterator[T]:
+    """Yield a stream's items; ask for it again while the master is away. Raise CommandFailed."""
+    while True:
+        try:
+            for item in ask():
+                away.answered()
+                yield item
+            return
+        except Unreachable as unreachable:
+            away.wait(unreachable)
+
+
 def follow_events(
     master: MasterClient,
     job_id: str,
@@ -85,20 +99,13 @@ def follow_events(
 
     `answered`: this master has answered before. Raise CommandFailed.
     """
-    away, told = Away(tell), 0
-    if answered:
-        away.answered()
-    while True:
-        try:
-            for record in master.events(job_id, follow=True):
-                away.answered()
-                number = int(json.loads(record.json)["id"])
-                if number > told:
-                    told = number
-                    yield record
-            return
-        except Unreachable as unreachable:
-            away.wait(unreachable)
+    told = 0
+    away = Away(tell, answered=answered)
+    for record in _resumed(away, lambda: master.events(job_id, follow=True)):
+        number = int(json.loads(record.json)["id"])
+        if number > told:
+            told = number
+            yield record
 
 
 def follow_metrics(
@@ -113,21 +120,16 @@ def follow_metrics(
 
     The master has answered before. Raise CommandFailed.
     """
-    away, step = Away(tell), from_step
-    away.answered()
-    while True:
-        try:
-            for line in master.metrics(
-                job_id, follow=True, from_step=step, evaluations=evaluations
-            ):
-                away.answered()
-                # After a power loss the master may lack lines that were shown already.
-                if (found := int(json.loads(line)["step"])) >= step:
-                    step = found + 1
-                    yield line
-            return
-        except Unreachable as unreachable:
-            away.wait(unreachable)
+    step = from_step
+
+    def ask() -> Iterator[str]:
+        return master.metrics(job_id, follow=True, from_step=step, evaluations=evaluations)
+
+    for line in _resumed(Away(tell, answered=True), ask):
+        # After a power loss the master may lack lines that were shown already.
+        if (found := int(json.loads(line)["step"])) >= step:
+            step = found + 1
+            yield line
 
 
 @dataclass(slots=True)
@@ -169,18 +171,11 @@ def follow_logs(
 
     The position is updated. Raise CommandFailed.
     """
-    away = Away()
-    away.answered()
-    while True:
-        since = behind.again()
-        try:
-            for line in master.logs(job_id, follow=True, node=node, rank=rank, since=since):
-                away.answered()
-                if behind.is_new(line):
-                    yield line
-            return
-        except Unreachable as unreachable:
-            away.wait(unreachable)
+
+    def ask() -> Iterator[pb.LogLine]:
+        return master.logs(job_id, follow=True, node=node, rank=rank, since=behind.again())
+
+    yield from filter(behind.is_new, _resumed(Away(answered=True), ask))
 
 
 def follow_status(
@@ -190,17 +185,12 @@ def follow_status(
 
     Raise CommandFailed.
     """
-    away = Away(tell, patience_s=patience_s)
-    away.answered()
-    while True:
-        try:
-            for status in master.watch(job_id):
-                away.answered()
-                yield status
-                if status.state in text.ENDED:
-                    return
-        except Unreachable as unreachable:
-            away.wait(unreachable)
+    away = Away(tell, answered=True, patience_s=patience_s)
+    while True:  # a stream that ends early is asked for again
+        for status in _resumed(away, lambda: master.watch(job_id)):
+            yield status
+            if status.state in ENDED:
+                return
 
 
 def merged(streams: Mapping[K, Iterator[Any]]) -> Iterator[tuple[K, Any] | None]:
@@ -230,137 +220,3 @@ def merged(streams: Mapping[K, Iterator[Any]]) -> Iterator[tuple[K, Any] | None]
             raise item
         going -= item is None
         yield name, item
-
-
-# ---- a live line of progress, with events above it
-
-
-#: Interval of lines if the output is not a terminal.
-LINE_EVERY_S = 1.0
-#: Rank of a part that is never left out.
-_MUST = 0
-
-
-class LiveLine:
-    """Writer of progress: one live line on a terminal, else a line per second or change."""
-
-    def __init__(self, out: TextIO) -> None:
-        self._out = out
-        self._live = out.isatty()
-        self._drawn = ""
-        self._state = ""
-        self._printed_at = float("-inf")
-        #: Threads that follow other streams print lines above.
-        self._lock = threading.Lock()
-
-    @property
-    def width(self) -> int | None:
-        """Width of a line, one column less than the terminal, which may scroll after its last.
-
-        None: unlimited.
-        """
-        return shutil.get_terminal_size().columns - 1 if self._live else None
-
-    def status(self, status: pb.JobStatus, now: float) -> None:
-        line = progress_line(status, self.width)
-        state = f"{status.state} {status.generation} {status.reason}"
-        with self._lock:
-            if self._live:
-                self._rewrite(line)
-            elif line != self._drawn and (
-                state != self._state or now - self._printed_at >= LINE_EVERY_S
-            ):
-                self._print(line)
-                self._printed_at = now
-                self._drawn = line
-            self._state = state
-
-    def above(self, line: str) -> None:
-        """Print a permanent line above the live line."""
-        with self._lock:
-            if not self._live:
-                self._print(line)
-                return
-            drawn = self._drawn
-            self._rewrite("")
-            self._print(line)
-            self._rewrite(drawn)
-
-    def finish(self) -> None:
-        if self._live and self._drawn:
-            self._print("")
-
-    def _print(self, line: str) -> None:
-        self._out.write(line + "\n")
-        self._out.flush()
-
-    def _rewrite(self, line: str) -> None:
-        self._out.write("\r\x1b[K" + line[: self.width])
-        self._out.flush()
-        self._drawn = line
-
-
-def progress_line(status: pb.JobStatus, width: int | None = None) -> str:
-    """Return a line about the job's progress.
-
-    If it exceeds `width`, leave out the least important parts, then cut it.
-    """
-    parts = list(_parts(status))
-    while width is not None and len(_line(parts)) > width and max(parts)[0] > _MUST:
-        parts.remove(max(parts))
-    line = _line(parts)
-    return line if width is None else cut(line, width)
-
-
-def _parts(status: pb.JobStatus) -> Iterator[tuple[int, str]]:
-    """Yield parts in the line's order, each with a rank: the highest rank is left out first."""
-    yield _MUST, inline(status.state)
-    yield _MUST, f"step {status.committed_step}/{status.steps}"
-    if again := text.redoing(status):
-        yield _MUST, again
-    if status.HasField("loss"):
-        yield 2, f"loss {status.loss:.4f}"
-    if status.skipped_steps:
-        yield 5, f"{status.skipped_steps} skipped"
-    if status.HasField("evaluation"):
-        yield 4, f"held out {text.evaluation(status.evaluation)}"
-    if status.tokens_per_s:
-        yield 3, f"{status.tokens_per_s:,.0f} tokens/s"
-    if still := text.last_step(status, "last step "):
-        yield 3, still
-    if status.HasField("plan"):
-        nodes = sum(len(pipeline.nodes) for pipeline in status.plan.pipelines)
-        shape = " + ".join(str(len(pipeline.nodes)) for pipeline in status.plan.pipelines)
-        yield 6, f"{count(nodes, 'node')} ({shape})"
-        yield 7, f"generation {status.generation}"
-    if status.eta_s and status.state not in text.ENDED:
-        yield 1, f"{text.about(status.eta_s)} to go"
-    if status.reason:
-        yield _MUST, f"({inline(status.reason)})"
-
-
-def _line(parts: Iterable[tuple[int, str]]) -> str:
-    return "  ".join(part for _, part in parts)
-
-
-def follow(master: MasterClient, job_id: str, out: TextIO = sys.stdout) -> pb.JobStatus:
-    """Show progress until the job has ended; return its last status."""
-    progress = LiveLine(out)
-    last = pb.JobStatus()
-    statuses = follow_status(master, job_id, progress.above)
-    # The stream of statuses reports an absence of the master.
-    events = follow_events(master, job_id, answered=True, tell=ignore)
-    try:
-        for item in merged({"status": statuses, "event": events}):
-            match item:
-                case ("status", pb.JobStatus() as last) if last.state not in text.ENDED:
-                    progress.status(last, time.monotonic())
-                case ("event", pb.EventRecord(json=record)):
-                    progress.above(event_line(json.loads(record), progress.width))
-                case _:
-                    pass
-        # The final state is drawn below all events, which may arrive after it.
-        progress.status(last, time.monotonic())
-        return last
-    finally:
-        progress.finish()

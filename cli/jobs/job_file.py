@@ -234,7 +234,7 @@ def with_absolute_paths(job: "JobSpec", base: Path) -> "JobSpec":
 
 def read_profile(job: "JobSpec") -> str:
     """Return the text of the profile file that the job names, checked; empty if it names none."""
-    from oobleck.core.profile_file import parse_profile
+    from oobleck.core.profile import parse_profile
     from oobleck.planner.profile.measurement import check_fits
 
     if job.profile_path is None:

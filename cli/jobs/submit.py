@@ -64,13 +64,11 @@ def _tell_id(job_id: str) -> None:
         raise CommandFailed(f"submitted {job_id}, but {error}", NO_OUTPUT) from error
 
 
-def _follow(connection: object, job_id: str) -> int:
-    from oobleck.cli.client import MasterClient
-    from oobleck.cli.jobs import follow
+def _follow(connection: "MasterClient", job_id: str) -> int:
+    from oobleck.cli.reading.watch import follow
 
-    assert isinstance(connection, MasterClient)
     try:
-        last = follow.follow(connection, job_id, sys.stdout)
+        last = follow(connection, job_id, sys.stdout)
     except KeyboardInterrupt:
         click.echo(
             f"oobleck: {job_id} continues; watch it with 'oobleck status {job_id} --watch', end it "

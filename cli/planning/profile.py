@@ -252,7 +252,7 @@ def _say(line: str) -> None:
 def _table(text: str) -> str:
     """Format a column for each kind of layer, then the links."""
     from oobleck.cli.output.table import table
-    from oobleck.core.profile_file import parse_profile
+    from oobleck.core.profile import parse_profile
 
     found = parse_profile(text)
     notes = json.loads(text).get("measured", {})

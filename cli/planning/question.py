@@ -139,7 +139,7 @@ def from_profile(path: Path, flags: Flags) -> Question:
     Raise ValueError or CommandFailed.
     """
     from oobleck.cli.jobs.job_file import PROFILE_FILE, read_text
-    from oobleck.core.profile_file import parse_profile
+    from oobleck.core.profile import parse_profile
 
     text = read_text(path, PROFILE_FILE)
     try:
@@ -168,7 +168,7 @@ def from_job(path: Path, overrides: Sequence[str], flags: Flags) -> Question:
     Raise ValueError or CommandFailed.
     """
     from oobleck.cli.jobs.job_file import read_job, read_profile
-    from oobleck.core.profile_file import parse_profile
+    from oobleck.core.profile import parse_profile
     from oobleck.planner.search.firstplan import on_usable_gpus
 
     given = {

@@ -16,7 +16,6 @@ from textual.message import Message
 from textual.scroll_view import ScrollView
 from textual.strip import Strip
 
-from oobleck.cli.jobs.follow import progress_line
 from oobleck.cli.output.events import how_it_ended
 from oobleck.cli.output.metrics import plot
 from oobleck.cli.output.table import Tone, cut, tone
@@ -32,6 +31,7 @@ from oobleck.cli.view.state import (
     open_incident,
     plan_rows,
     progress,
+    progress_line,
 )
 from oobleck.core.units import count
 from oobleck.host.display import inline

@@ -15,8 +15,8 @@ from msgspec import Meta
 from oobleck.core.job.checks import Count, Part, check_paths
 from oobleck.core.job.code import NO_ARGUMENTS, NOT_DESCRIBED, Code, Json, check_code
 from oobleck.core.job.description import Description, read_description
-from oobleck.core.job.families import FAMILIES, Kind, Objective, decode_config, family_of
-from oobleck.core.job.lora import LoraSpec
+from oobleck.core.job.families import FAMILIES, Kind, family_of
+from oobleck.core.job.family import Objective, decode_config
 from oobleck.core.ties import Ties
 
 RowLength = Annotated[int, Meta(ge=1, le=1 << 22)]
@@ -217,6 +217,24 @@ class ModelSpec(AnyModel):
     @property
     def initial(self) -> str | None:
         return self.weights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraSpec:
+    """Low-rank adapters; keys and defaults are those of peft's LoraConfig."""
+
+    #: Linear layers of the model, by the ends of their names: q_proj matches that of every block.
+    target_modules: tuple[str, ...] = ()
+    r: Annotated[int, Meta(ge=1, le=1 << 16)] = 8
+    lora_alpha: Annotated[int, Meta(ge=1, le=1 << 16)] = 8
+    lora_dropout: Part = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.target_modules or not all(self.target_modules):
+            raise ValueError(
+                "target_modules names no linear layer of the model; give some, such as "
+                "[q_proj, v_proj]"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,8 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from oobleck.core.checkpoint import MOST_LAYER_HEADER_BYTES, InvalidCheckpoint, LayerFile, Manifest
-from oobleck.core.job.families import GPT2, decode_config, family_of
+from oobleck.core.job.families import GPT2, family_of
+from oobleck.core.job.family import decode_config
 from oobleck.core.job.model import AnyModel, ModelSpec, OwnModelSpec
 from oobleck.host.storage.checkpoints import StoredCheckpoint, read_layer
 from oobleck.host.storage.folder import Folder, LocalFolder

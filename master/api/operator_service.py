@@ -18,8 +18,7 @@ from oobleck.core.errors import PlanInfeasible
 from oobleck.core.ids import JobId, NodeName, WorkerId
 from oobleck.core.job.file import parse_job
 from oobleck.core.job.spec import JobSpec
-from oobleck.core.profile import Profile
-from oobleck.core.profile_file import format_profile, parse_profile
+from oobleck.core.profile import Profile, format_profile, parse_profile
 from oobleck.host.storage.backup import Summary
 from oobleck.host.versions import installed
 from oobleck.master.api.access import MOST_DETAILS, caller

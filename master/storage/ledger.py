@@ -15,8 +15,7 @@ from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 
-from oobleck.core.profile import Profile
-from oobleck.core.profile_file import format_profile, parse_profile
+from oobleck.core.profile import Profile, format_profile, parse_profile
 from oobleck.host.metrics import Durations
 from oobleck.host.system.environment import Environment
 from oobleck.host.system.files import read_regular

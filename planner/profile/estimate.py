@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from oobleck.core.job.description import LayerSketch
-from oobleck.core.job.families import Counts, LayerCount, decode_config, family_of
+from oobleck.core.job.families import family_of
+from oobleck.core.job.family import Counts, LayerCount, decode_config
 from oobleck.core.job.model import ModelSpec, OwnModelSpec
 from oobleck.core.job.spec import JobSpec
 from oobleck.core.profile import LayerProfile, Links, Profile

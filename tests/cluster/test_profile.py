@@ -9,7 +9,7 @@ import pytest
 from bench.support.cluster import LocalCluster
 from bench.support.preloaded import Preloaded
 from oobleck.core.job.file import parse_job
-from oobleck.core.profile_file import format_profile, parse_profile
+from oobleck.core.profile import format_profile, parse_profile
 from oobleck.planner.profile.estimate import estimate_profile
 from support.clusters import PATIENT
 from support.reference import train_reference

@@ -15,8 +15,9 @@ from oobleck.core.profile import (
     MOST_S,
     LayerProfile,
     Profile,
+    format_profile,
+    parse_profile,
 )
-from oobleck.core.profile_file import format_profile, parse_profile
 from oobleck.planner.profile.memory import LEAST_MARGIN_BYTES, budget_bytes, usable_bytes
 from oobleck.planner.report.report import make_report
 

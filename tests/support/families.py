@@ -2,7 +2,8 @@
 
 from dataclasses import asdict
 
-from oobleck.core.job.families import FAMILIES, Config, Kind, encode_config
+from oobleck.core.job.families import FAMILIES, Kind
+from oobleck.core.job.family import Config, encode_config
 from oobleck.core.job.model import ModelSpec
 
 

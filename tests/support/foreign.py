@@ -7,7 +7,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from oobleck.core.job.families import decode_config
+from oobleck.core.job.family import decode_config
 from oobleck.core.job.model import ModelSpec
 from oobleck.host.storage.export import foreign_name
 from oobleck.worker.models.base import Layer

@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from oobleck.core.job.families import decode_config, mask_token
+from oobleck.core.job.families import mask_token
+from oobleck.core.job.family import decode_config
 from oobleck.core.job.model import AnyModel, ModelSpec
 from oobleck.core.purpose import derive
 from oobleck.planner.profile.memory import LOSS_CHUNK

@@ -34,7 +34,8 @@ from transformers.models.llama.modeling_llama import (
 )
 from transformers.pytorch_utils import Conv1D
 
-from oobleck.core.job.families import Kind, decode_config, family_of
+from oobleck.core.job.families import Kind, family_of
+from oobleck.core.job.family import decode_config
 from oobleck.core.job.model import ModelSpec
 from oobleck.worker.models.base import (
     Dropout,

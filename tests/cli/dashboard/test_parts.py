@@ -65,7 +65,7 @@ def test_renderings_are_shared_and_bounded() -> None:
     assert kept.newest("page 999", 1) is not None
     large = [rendering(log({"a": str(number) * (MOST_CHARACTERS // 3)})) for number in range(4)]
     for one in large:
-        kept.add("large", one.digest, one)
+        kept.add(one.digest, 1, one)
     assert [kept.known(one.digest) is not None for one in large] == [False, False, True, True]
     assert kept.newest("page 999", 1) is None
 

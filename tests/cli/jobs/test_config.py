@@ -7,8 +7,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from oobleck.cli.jobs.files import config
-from oobleck.core.job.file import parse_job
-from oobleck.core.job.schema import job_schema
+from oobleck.core.job.file import job_schema, parse_job
 from support.commands import run
 from support.folders import ROOT
 

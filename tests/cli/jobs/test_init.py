@@ -7,8 +7,7 @@ import pytest
 
 from oobleck.cli.jobs.files import TEMPLATES
 from oobleck.core.job.file import parse_job
-from oobleck.core.job.lora import LoraSpec
-from oobleck.core.job.model import OwnModelSpec
+from oobleck.core.job.model import LoraSpec, OwnModelSpec
 from support.commands import refused, run
 from support.folders import ROOT
 

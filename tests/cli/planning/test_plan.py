@@ -13,7 +13,7 @@ import yaml
 
 from oobleck.cli.planning.question import Flags, notes_of_times
 from oobleck.core.job.file import parse_job
-from oobleck.core.profile_file import format_profile
+from oobleck.core.profile import format_profile
 from oobleck.planner.profile.estimate import estimate_profile
 from oobleck.planner.profile.memory import usable_bytes
 from support.commands import refused, run

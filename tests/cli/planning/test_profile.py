@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from oobleck.core.profile_file import parse_profile
+from oobleck.core.profile import parse_profile
 from support.commands import end, refused, run, start_master
 from support.waiting import all_gone, until
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from oobleck.core.profile_file import format_profile
+from oobleck.core.profile import format_profile
 from support.commands import refused, run
 from support.profiles import profile_of
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from oobleck.cli.dashboard.incident import bars, held, of_incident
+from oobleck.cli.dashboard.pages import bars, held, of_incident
 from oobleck.cli.view.series import MOST_BUCKETS, MOST_RECENT, Point, Series
 from oobleck.cli.view.state import cluster, open_incident, plan_rows, progress
 from oobleck.proto import control_pb2 as pb

@@ -6,10 +6,11 @@ from typing import get_args
 import pytest
 
 from oobleck.core.errors import InvalidJob
-from oobleck.core.job.families import FAMILIES, ConfigError, Kind
+from oobleck.core.job.families import FAMILIES, Kind
+from oobleck.core.job.family import ConfigError
 from oobleck.core.job.file import format_job, parse_job
 from oobleck.core.job.model import ModelSpec
-from oobleck.core.job.presets import PRESETS
+from oobleck.core.job.model_file import PRESETS
 from oobleck.planner.profile.estimate import estimate_profile
 from support.families import family_model
 

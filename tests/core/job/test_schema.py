@@ -12,8 +12,7 @@ import pytest
 import yaml
 
 from oobleck.core.errors import InvalidJob
-from oobleck.core.job.file import format_job, parse_job
-from oobleck.core.job.schema import job_schema
+from oobleck.core.job.file import format_job, job_schema, parse_job
 
 ROOT = Path(__file__).parents[3]
 _VALIDATOR = jsonschema.Draft202012Validator(job_schema())

@@ -11,8 +11,7 @@ import pytest
 
 from oobleck.core.job.file import format_job
 from oobleck.core.messages import LinkMeasured, Measured
-from oobleck.core.profile import LinkMeasurement
-from oobleck.core.profile_file import format_profile, parse_profile
+from oobleck.core.profile import LinkMeasurement, format_profile, parse_profile
 from oobleck.master.storage.ledger import read_profiles
 from oobleck.planner.profile.estimate import estimate_profile
 from oobleck.proto import control_pb2 as pb

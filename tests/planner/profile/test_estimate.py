@@ -6,7 +6,7 @@ import pytest
 
 from oobleck.core.job.model import ModelSpec
 from oobleck.core.job.spec import DataSpec, JobSpec, Precision, ResourceSpec, TrainingSpec
-from oobleck.core.profile_file import format_profile, parse_profile
+from oobleck.core.profile import format_profile, parse_profile
 from oobleck.planner.cost.ends import plan_end_s
 from oobleck.planner.profile.estimate import estimate_profile
 from support.plans import plan_of_cuts

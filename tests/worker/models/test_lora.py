@@ -14,8 +14,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from oobleck.core.job.file import format_job, parse_job
-from oobleck.core.job.lora import LoraSpec
-from oobleck.core.job.model import OwnModelSpec
+from oobleck.core.job.model import LoraSpec, OwnModelSpec
 from oobleck.core.job.spec import JobSpec
 from oobleck.host.storage.export import export
 from oobleck.host.storage.weight_files import WeightsError

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 
 from oobleck.core.job.code import NO_ARGUMENTS, Json
 from oobleck.core.job.description import Foreign
-from oobleck.core.job.lora import LoraSpec
-from oobleck.core.job.model import OwnModelSpec
+from oobleck.core.job.model import LoraSpec, OwnModelSpec
 from oobleck.model import Model, Tensors
 from oobleck.worker.models.compiled import Prepared
 from oobleck.worker.models.huggingface import pretrained

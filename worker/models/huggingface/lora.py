@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from oobleck.core.job.code import Json
-from oobleck.core.job.lora import LoraSpec
+from oobleck.core.job.model import LoraSpec
 from oobleck.host.command import nearest
 from oobleck.worker.models.huggingface.architecture import Architecture
 from oobleck.worker.models.huggingface.unsplit import REFUSALS, take_apart
