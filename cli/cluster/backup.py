@@ -4,11 +4,12 @@ import hashlib
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import BinaryIO
 
 import click
 import msgspec
 
+from oobleck.cli.client import MasterClient
 from oobleck.cli.options import master_option
 from oobleck.core.codec import decode, encode
 from oobleck.host.command import FAILED, USAGE, CommandFailed
@@ -16,9 +17,7 @@ from oobleck.host.ipc.endpoint import Endpoint, find_own_master
 from oobleck.host.security.credentials import AUTHORITY_KEY, write_private
 from oobleck.host.storage.backup import AUTHORITY, SUMMARY, StoredFile, Summary, check_path
 from oobleck.host.system.files import sync_directory
-
-if TYPE_CHECKING:
-    from oobleck.proto import control_pb2 as pb
+from oobleck.proto import control_pb2 as pb
 
 
 @click.command()
@@ -38,8 +37,6 @@ def backup(folder: Path, no_logs: bool, authority: bool, master: Endpoint) -> No
     takes over with: oobleck-master --state-dir NEW --restore DIR. DIR/backup.json is written last,
     so a copy without it is not a backup. DIR must be empty or not exist.
     """
-    from oobleck.cli.client import MasterClient
-
     pki = _authority_of(master) if authority else None
     try:
         _make_empty(folder)
@@ -79,7 +76,7 @@ def _make_empty(folder: Path) -> None:
         raise CommandFailed(text, USAGE)
 
 
-def _receive(folder: Path, parts: "Iterable[pb.BackupPart]") -> Summary:
+def _receive(folder: Path, parts: Iterable[pb.BackupPart]) -> Summary:
     """Write the files as they arrive. Raise CommandFailed or OSError."""
     files: dict[str, StoredFile] = {}
     coming: _Coming | None = None

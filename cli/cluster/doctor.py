@@ -10,24 +10,24 @@ import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import click
 import msgspec
 
 from oobleck.cli import options
+from oobleck.cli.client import MasterClient
 from oobleck.cli.options import node_names
+from oobleck.cli.output.text import Form, document, is_data
 from oobleck.core.finding import Finding
+from oobleck.core.orders import About, Look, Looked, Place
 from oobleck.host.command import FAILED, UNREACHABLE, CommandFailed
 from oobleck.host.display import inline
 from oobleck.host.doctor import gpus as host_gpus
+from oobleck.host.doctor.process import Doctor
 from oobleck.host.gpu.devices import GpuReport, chosen_gpus, find_gpus, worker_environment
 from oobleck.host.ipc.endpoint import Endpoint
 from oobleck.host.system.process import completed, with_parent
-
-if TYPE_CHECKING:
-    from oobleck.cli.output.text import Form
-
+from oobleck.proto import control_pb2 as pb
 
 #: Checks in their order, with the seconds that each may take: all of them fit into the ten minutes
 #: that --gpu promises, after two in which GPUs are looked for.
@@ -95,7 +95,7 @@ def doctor(
     gpu: bool,
     gpus: str | None,
     master: str | None,
-    form: "Form",
+    form: Form,
 ) -> int:
     """Check the hosts of a cluster, and the network between them, for problems.
 
@@ -129,7 +129,7 @@ def doctor(
     return show(of_host(question), form)
 
 
-def _show_gpus(gpus: str | None, form: "Form") -> int:
+def _show_gpus(gpus: str | None, form: Form) -> int:
     try:
         # All lines: an operator who checks one host wants to see that it was checked.
         return show(_look(gpus), "wide" if form == "table" else form)
@@ -215,9 +215,6 @@ class Question:
 
 def of_cluster(endpoint: Endpoint, question: Question) -> Iterator[Finding]:
     """Yield the findings about the cluster. Raise CommandFailed."""
-    from oobleck.cli.client import MasterClient
-    from oobleck.proto import control_pb2 as pb
-
     request = pb.ExamineRequest(
         nodes=question.nodes,
         data=[os.path.abspath(path) for path in question.data],
@@ -235,9 +232,6 @@ def _absolute(path: str) -> str:
 
 def of_host(question: Question) -> Iterator[Finding]:
     """Yield the findings of this host, without a master."""
-    from oobleck.core.orders import About, Look, Looked, Place
-    from oobleck.host.doctor.process import Doctor
-
     own = [Place(path=os.environ.get("TMPDIR", "/tmp"), use="own")]
     own.append(Place(path=os.path.expanduser("~/.cache/oobleck"), use="own"))
     places = [Place(path=os.path.abspath(path), use="data") for path in question.data]
@@ -259,13 +253,11 @@ def of_host(question: Question) -> Iterator[Finding]:
     yield from asyncio.run(look())
 
 
-def show(found: Iterator[Finding], form: "Form") -> int:
+def show(found: Iterator[Finding], form: Form) -> int:
     """Print findings as they arrive, and their number; return the exit code.
 
     Raise CommandFailed, and what `found` raises.
     """
-    from oobleck.cli.output.text import document, is_data
-
     began = time.monotonic()
     known = []
     for finding in found:

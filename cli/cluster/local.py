@@ -10,6 +10,7 @@ from pathlib import Path
 from types import FrameType
 
 import click
+import psutil
 
 from oobleck.cli.cluster.cluster import Cluster
 from oobleck.cli.options import DEFAULT_MASTER
@@ -186,8 +187,6 @@ def local(
 
 def check_room(nodes: int, workers: int, oversubscribe: bool) -> int:
     """Return the machine's memory, if the cluster fits or is forced."""
-    import psutil
-
     memory = psutil.virtual_memory()
     total, cores = nodes * workers, os.cpu_count() or 1
     needed = nodes * NODE_BYTES + total * WORKER_BYTES

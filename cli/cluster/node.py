@@ -2,18 +2,16 @@
 
 import math
 import time
-from typing import TYPE_CHECKING
 
 import click
 
+from oobleck.cli.client import MasterClient, Unreachable
+from oobleck.cli.jobs.follow import Away
 from oobleck.cli.options import Seconds, master_option, node_argument
 from oobleck.host.command import FAILED, NO_SUCH_THING, USAGE, CommandFailed
 from oobleck.host.display import inline
 from oobleck.host.ipc.endpoint import Endpoint
-
-if TYPE_CHECKING:
-    from oobleck.cli.client import MasterClient
-    from oobleck.proto import control_pb2 as pb
+from oobleck.proto import control_pb2 as pb
 
 _POLL_S = 0.2
 MOST_REASON = 500
@@ -53,9 +51,6 @@ def drain(
 
     Exit codes: 0 the node is drained, or without --wait asked to be; 1 it is not within --timeout.
     """
-    from oobleck.cli.client import MasterClient, Unreachable
-    from oobleck.cli.jobs.follow import Away
-
     if len(reason) > MOST_REASON:
         raise CommandFailed(f"--reason: is longer than {MOST_REASON} characters", USAGE)
     if not reason.isprintable():
@@ -93,20 +88,18 @@ def undrain(name: str, master: Endpoint) -> None:
 
     It may have been drained, be in quarantine, or be left out of the job.
     """
-    from oobleck.cli.client import MasterClient
-
     with MasterClient(master) as connection:
         _tell(connection.undrain(name))
 
 
-def _find(connection: "MasterClient", name: str) -> "pb.NodeInfo":
+def _find(connection: MasterClient, name: str) -> pb.NodeInfo:
     found = next((info for info in connection.nodes() if info.node == name), None)
     if found is None:
         raise CommandFailed(f"node {name} was lost, and the master has forgotten it", NO_SUCH_THING)
     return found
 
 
-def _tell(info: "pb.NodeInfo", told: str = "") -> str:
+def _tell(info: pb.NodeInfo, told: str = "") -> str:
     """Print the node's state if it is new; return the line."""
     line = f"{info.node} {info.state}" + (f": {inline(info.reason)}" if info.reason else "")
     if line != told:

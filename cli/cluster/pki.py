@@ -3,11 +3,14 @@
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import click
 
+from oobleck.cli.client import MasterClient, NothingToRenew
 from oobleck.cli.options import MASTERS, F, form_options, master_option, time_option
+from oobleck.cli.output.table import table, terminal_width
+from oobleck.cli.output.text import Form, document, is_data, moment, plain
 from oobleck.core.ids import check_name
 from oobleck.host.command import FAILED, NO_SUCH_THING, USAGE, CommandFailed
 from oobleck.host.display import inline
@@ -16,18 +19,15 @@ from oobleck.host.security.credentials import (
     OPERATOR,
     ROLES,
     TOKEN_VARIABLE,
+    Credentials,
+    Role,
     check_writable,
     read_credentials,
     read_file,
     write_private,
 )
 from oobleck.host.system.files import below_home
-
-if TYPE_CHECKING:
-    from oobleck.cli.client import MasterClient
-    from oobleck.cli.output.text import Form
-    from oobleck.host.security.credentials import Role
-    from oobleck.proto import control_pb2 as pb
+from oobleck.proto import control_pb2 as pb
 
 DEFAULT_DIR = Path("~/.oobleck/pki")
 DEFAULT_CREDENTIALS = Path("~/.oobleck/credentials")
@@ -89,7 +89,7 @@ def init(folder: Path, names: tuple[str, ...]) -> None:
     metavar="DIR",
     help="Folder for the credentials.",
 )
-def issue(name: str, role: "Role", folder: Path, out: Path) -> None:
+def issue(name: str, role: Role, folder: Path, out: Path) -> None:
     """Make credentials with the authority's own key, without a master or a token.
 
     An existing key in DIR is kept, and so are credentials of any other role, name or cluster.
@@ -118,7 +118,7 @@ def issue(name: str, role: "Role", folder: Path, out: Path) -> None:
     "no other file.  [default: print it]",
 )
 @master_option
-def token(role: "Role", name: str, ttl_s: float, out: Path | None, master: Endpoint) -> None:
+def token(role: Role, name: str, ttl_s: float, out: Path | None, master: Endpoint) -> None:
     """Make a join token: valid for one certificate of that role, for a short time.
 
     Pass it in a file that nobody else can read, as --out makes one, or in OOBLECK_JOIN_TOKEN; never
@@ -128,7 +128,6 @@ def token(role: "Role", name: str, ttl_s: float, out: Path | None, master: Endpo
         _check_name(name, role)
     if out is not None:
         _check_out(out)  # before there is a token
-    from oobleck.cli.client import MasterClient
 
     with MasterClient(master) as connection:
         made = make_token(connection, role=role, name=name, ttl_s=ttl_s)
@@ -174,7 +173,6 @@ def join(name: str, master: str, token_file: Path | None, folder: Path) -> None:
 
     Agents do it themselves.
     """
-    from oobleck.cli.client import MasterClient
     from oobleck.host.security import pki as certificates
     from oobleck.host.security.credential_folder import check_free, keep, own_key
     from oobleck.host.security.pki import shown_token
@@ -221,8 +219,6 @@ def renew(folder: Path, master: str) -> None:
 
     A certificate that is less than a minute old is kept.
     """
-    from oobleck.cli.client import MasterClient, NothingToRenew
-    from oobleck.cli.output.text import moment
     from oobleck.host.security import pki as certificates
     from oobleck.host.security.credential_folder import keep
 
@@ -246,15 +242,11 @@ def renew(folder: Path, master: str) -> None:
 @pki.command("list")
 @master_option
 @form_options("One JSON object: {tokens, credentials}.")
-def list_(master: Endpoint, form: "Form") -> None:
+def list_(master: Endpoint, form: Form) -> None:
     """List usable tokens, and the holders of certificates from the master.
 
     The last column names the maker of the token, or of the one that the holder joined with.
     """
-    from oobleck.cli.client import MasterClient
-    from oobleck.cli.output.table import terminal_width
-    from oobleck.cli.output.text import document, is_data, plain
-
     with MasterClient(master) as connection:
         found = connection.credentials()
     if is_data(form):
@@ -272,15 +264,13 @@ def list_(master: Endpoint, form: "Form") -> None:
 )
 @click.option("--token", "token_id", metavar="ID", help="A token, by its id in 'oobleck pki list'.")
 @master_option
-def revoke(name: str | None, role: "Role | None", token_id: str | None, master: Endpoint) -> None:
+def revoke(name: str | None, role: Role | None, token_id: str | None, master: Endpoint) -> None:
     """Revoke all certificates that NAME was given so far, or a token. A node's session ends.
 
     Unused tokens that NAME made end too. Holders that joined with one stay, and are listed.
     """
     if (name is None) == (token_id is None):
         raise CommandFailed("give a NAME, or --token ID", USAGE)
-    from oobleck.cli.client import MasterClient
-    from oobleck.proto import control_pb2 as pb
 
     with MasterClient(master) as connection:
         if name is None:
@@ -297,10 +287,9 @@ def revoke(name: str | None, role: "Role | None", token_id: str | None, master: 
         click.echo(f"still admitted, by tokens of {name} or of their holders: {who}")
 
 
-def make_token(master: "MasterClient", *, role: str, name: str, ttl_s: float) -> str:
+def make_token(master: MasterClient, *, role: str, name: str, ttl_s: float) -> str:
     """Make a join token. `name`: the only one that may use it; empty: any. Raise CommandFailed."""
     from oobleck.host.security import pki as certificates
-    from oobleck.host.security.credentials import Credentials
     from oobleck.host.security.pki import format_token
 
     key = certificates.new_key()
@@ -315,11 +304,8 @@ def make_token(master: "MasterClient", *, role: str, name: str, ttl_s: float) ->
     )
 
 
-def credentials_table(found: "pb.ListCredentialsReply", width: int | None) -> str:
+def credentials_table(found: pb.ListCredentialsReply, width: int | None) -> str:
     """Return a table with a line for each token and each holder."""
-    from oobleck.cli.output.table import table
-    from oobleck.cli.output.text import moment
-
     rows = [
         (one.name or "any", f"token {one.id}", one.role, moment(one.expires_at), _maker(one))
         for one in found.tokens
@@ -330,11 +316,11 @@ def credentials_table(found: "pb.ListCredentialsReply", width: int | None) -> st
     return table(("NAME", "KIND", "ROLE", "GOOD UNTIL", "BY A TOKEN OF"), rows, width=width)
 
 
-def _maker(entry: "pb.TokenInfo | pb.CredentialInfo") -> str:
+def _maker(entry: pb.TokenInfo | pb.CredentialInfo) -> str:
     return f"{entry.by.role} {entry.by.name}" if entry.HasField("by") else ""
 
 
-def _let_in(holder: tuple[str, str], known: "pb.ListCredentialsReply") -> list[tuple[str, str]]:
+def _let_in(holder: tuple[str, str], known: pb.ListCredentialsReply) -> list[tuple[str, str]]:
     """Return the unrevoked holders who joined with a token of `holder`, or of one of these."""
     revoked = {(held.role, held.name) for held in known.credentials if held.revoked}
     found, more = {holder}, {holder}
@@ -345,7 +331,7 @@ def _let_in(holder: tuple[str, str], known: "pb.ListCredentialsReply") -> list[t
     return sorted(found - revoked - {holder})
 
 
-def _role_of(name: str, known: "pb.ListCredentialsReply") -> "Role":
+def _role_of(name: str, known: pb.ListCredentialsReply) -> Role:
     """Return the role in which `name` is held. Raise CommandFailed if there is none, or several."""
     roles = sorted({held.role for held in known.credentials if held.name == name})
     match roles:

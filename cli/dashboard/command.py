@@ -1,17 +1,18 @@
 """`oobleck dashboard`: pages for browsers, and the tokens to log in with."""
 
+import ssl
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from oobleck.cli import options
+from oobleck.cli.client import MasterClient
+from oobleck.cli.dashboard.sessions import Role, default_folder, make, read_key
+from oobleck.host.address import is_loopback, joined, split_address
 from oobleck.host.command import USAGE, CommandFailed
 from oobleck.host.ipc.endpoint import Endpoint
-
-if TYPE_CHECKING:
-    from oobleck.cli.dashboard.sessions import Role
+from oobleck.host.metrics import bind
 
 _LISTEN = "127.0.0.1:4680"
 
@@ -111,11 +112,7 @@ def serve(
         told = f"{error.name} is missing; run: pip install '.[dashboard]'"
         raise CommandFailed(told, USAGE) from error
     tls = _tls(listen, certificate, key_file, plain=plain_http)
-    from oobleck.cli.client import MasterClient
     from oobleck.cli.dashboard.app import run
-    from oobleck.cli.dashboard.sessions import default_folder, read_key
-    from oobleck.host.address import joined
-    from oobleck.host.metrics import bind
 
     try:
         folder = folder or default_folder()
@@ -153,10 +150,8 @@ def serve(
 )
 @options.time_option("--ttl", "ttl_s", "15m", "How long the token is valid for a log-in.")
 @dir_option
-def token(role: "Role", ttl_s: float, folder: Path | None) -> None:
+def token(role: Role, ttl_s: float, folder: Path | None) -> None:
     """Print a token for one log-in. Run it on the dashboard's host, as its user."""
-    from oobleck.cli.dashboard.sessions import default_folder, make, read_key
-
     try:
         key = read_key(folder or default_folder())
     except ValueError as error:
@@ -168,8 +163,6 @@ def _tls(
     listen: str, certificate: Path | None, key_file: Path | None, *, plain: bool
 ) -> tuple[Path, Path] | None:
     """Return the certificate's and the key's file; None: no TLS. Raise CommandFailed."""
-    from oobleck.host.address import is_loopback, split_address
-
     if (certificate is None) != (key_file is None):
         raise CommandFailed("--certificate and --key: give both, or neither", USAGE)
     if certificate is not None and key_file is not None:
@@ -190,8 +183,6 @@ def _tls(
 
 def _check_pair(certificate: Path, key_file: Path) -> None:
     """Raise CommandFailed unless the key belongs to the certificate."""
-    import ssl
-
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key_file, password="")
     except (OSError, ValueError) as error:

@@ -8,23 +8,34 @@ import shlex
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
+from oobleck.cli.client import MasterClient
+from oobleck.cli.jobs.follow import follow_events
 from oobleck.cli.options import form_options, job_argument, json_option, master_option
+from oobleck.cli.output import text
+from oobleck.cli.output.table import Column, listing, terminal_width
+from oobleck.cli.output.text import Form, document, is_data, moment
+from oobleck.core.checkpoint import MANIFEST, RECORDS, InvalidCheckpoint, Manifest
 from oobleck.core.redact import HIDDEN
+from oobleck.core.units import format_bytes
 from oobleck.host.command import FAILED, NO_SUCH_THING, USAGE, CommandFailed, nearest, no_command
 from oobleck.host.display import inline
 from oobleck.host.ipc.endpoint import Endpoint
-
-if TYPE_CHECKING:
-    from oobleck.cli.client import MasterClient
-    from oobleck.cli.output.table import Column
-    from oobleck.cli.output.text import Form
-    from oobleck.core.checkpoint import InvalidCheckpoint, Manifest
-    from oobleck.host.storage.checkpoints import StoredCheckpoint
-    from oobleck.host.storage.folder import Folder
+from oobleck.host.storage.checkpoints import (
+    Damaged,
+    StoredCheckpoint,
+    list_checkpoints,
+    read_checkpoint,
+    read_mark,
+    read_records,
+    set_aside,
+    take_back,
+)
+from oobleck.host.storage.checkpoints import verify as verify_files
+from oobleck.host.storage.folder import Folder, is_remote, open_folder
 
 _EPILOG = """\b
 Examples:
@@ -66,8 +77,6 @@ def checkpoint() -> None:
 @master_option
 def save(job_id: str, no_wait: bool, master: Endpoint) -> None:
     """Take a checkpoint of JOB when the current step ends; print its step and path."""
-    from oobleck.cli.client import MasterClient
-
     with MasterClient(master) as connection:
         if no_wait:
             connection.save_checkpoint(job_id)
@@ -77,7 +86,7 @@ def save(job_id: str, no_wait: bool, master: Endpoint) -> None:
     click.echo(inline(f"step {record['step']}  {record['path']}"))
 
 
-def take(connection: "MasterClient", job_id: str) -> dict[str, Any]:
+def take(connection: MasterClient, job_id: str) -> dict[str, Any]:
     """Take a checkpoint now and return its record. Raise CommandFailed."""
     record = _await_answer(connection, job_id, connection.save_checkpoint(job_id))
     if record["event"] == "checkpoint_failed":
@@ -85,9 +94,7 @@ def take(connection: "MasterClient", job_id: str) -> dict[str, Any]:
     return record
 
 
-def _await_answer(connection: "MasterClient", job_id: str, number: int) -> dict[str, Any]:
-    from oobleck.cli.jobs.follow import follow_events
-
+def _await_answer(connection: MasterClient, job_id: str, number: int) -> dict[str, Any]:
     for line in follow_events(connection, job_id, answered=True):
         record: dict[str, Any] = json.loads(line.json)
         answers = record["event"] in ("checkpoint_saved", "checkpoint_failed")
@@ -102,16 +109,12 @@ def _await_answer(connection: "MasterClient", job_id: str, number: int) -> dict[
 @click.argument("target", metavar="PATH|JOB")
 @master_option
 @form_options("A JSON array of checkpoints, newest first.")
-def list_(target: str, master: Endpoint, form: "Form") -> None:
+def list_(target: str, master: Endpoint, form: Form) -> None:
     """List the checkpoints in PATH, or of JOB.
 
     PATH is a directory or URL. The newest is first. Damaged checkpoints are listed too, and the
     remains of running or interrupted saves. 'verify' checks the files.
     """
-    from oobleck.cli.output.table import listing, terminal_width
-    from oobleck.cli.output.text import document, is_data
-    from oobleck.host.storage.checkpoints import list_checkpoints
-
     folder = _open(_path(target, master))
     try:
         there = list_checkpoints(folder)
@@ -142,10 +145,6 @@ def verify(path: str, as_json: bool) -> int:
     is damaged or missing; its name is printed. A damaged checkpoint is set aside: no job resumes
     from it or counts it as kept. One that is whole again is restored.
     """
-    from oobleck.cli.output import text
-    from oobleck.core.checkpoint import MANIFEST, RECORDS
-    from oobleck.host.storage.checkpoints import verify as verify_files
-
     whole, damaged = _checkpoints(path, set_aside=True)
     bad = [{"checkpoint": n, "file": MANIFEST, "problem": p} for n, p in damaged.items()]
     for problem in () if as_json else damaged.values():
@@ -172,11 +171,8 @@ def verify(path: str, as_json: bool) -> int:
     return FAILED if bad else 0
 
 
-def _records_problem(folder: "Folder", manifest: "Manifest") -> str:
+def _records_problem(folder: Folder, manifest: Manifest) -> str:
     """Return why the records beside a checkpoint are unusable; empty if they are usable."""
-    from oobleck.core.checkpoint import InvalidCheckpoint
-    from oobleck.host.storage.checkpoints import read_records
-
     try:
         if manifest.records is not None:
             read_records(folder, manifest.records)
@@ -185,10 +181,8 @@ def _records_problem(folder: "Folder", manifest: "Manifest") -> str:
     return ""
 
 
-def _mark(folder: "Folder", problems: "Mapping[str, InvalidCheckpoint]") -> str:
+def _mark(folder: Folder, problems: Mapping[str, InvalidCheckpoint]) -> str:
     """Set the checkpoint in `folder` aside or restore it, by `problems`; return a remark."""
-    from oobleck.host.storage.checkpoints import Damaged, read_mark, set_aside, take_back
-
     lasting = {f: error.what for f, error in problems.items() if isinstance(error, Damaged)}
     try:
         marked = read_mark(folder) is not None
@@ -222,7 +216,6 @@ def export(path: str, output: Path) -> None:
     """
     from tqdm import tqdm
 
-    from oobleck.core.checkpoint import InvalidCheckpoint
     from oobleck.host.storage.export import export as write_model
     from oobleck.host.storage.weight_files import WeightsError
 
@@ -248,7 +241,6 @@ def _path(target: str, master: Endpoint) -> str:
     """Return the place that `target` names: a path, or that of a job."""
     if "/" in target or Path(target).exists():
         return target
-    from oobleck.cli.client import MasterClient
 
     with MasterClient(master) as connection:
         job = connection.job(target)
@@ -263,9 +255,7 @@ def _path(target: str, master: Endpoint) -> str:
     return str(job.checkpoint_path)
 
 
-def _open(path: str) -> "Folder":
-    from oobleck.host.storage.folder import is_remote, open_folder
-
+def _open(path: str) -> Folder:
     if not is_remote(path) and not Path(path.removeprefix("file://")).is_dir():
         raise CommandFailed(f"there is no directory {path}", NO_SUCH_THING)
     try:
@@ -276,15 +266,12 @@ def _open(path: str) -> "Folder":
 
 def _checkpoints(
     path: str, *, set_aside: bool = False
-) -> "tuple[list[tuple[Folder, StoredCheckpoint]], dict[str, str]]":
+) -> tuple[list[tuple[Folder, StoredCheckpoint]], dict[str, str]]:
     """Return the checkpoint at `path`, or all in it, newest first, with their folders.
 
     Also return the problems of the others, by name. Raise CommandFailed if there is neither.
     `set_aside`: include checkpoints that were found damaged before.
     """
-    from oobleck.core.checkpoint import InvalidCheckpoint
-    from oobleck.host.storage.checkpoints import list_checkpoints, read_checkpoint, read_mark
-
     folder = _open(path)
     name = path.rstrip("/").rpartition("/")[2]
     try:
@@ -311,7 +298,7 @@ def _checkpoints(
 
 def _newest(
     path: str, output: Path
-) -> "tuple[Folder, StoredCheckpoint, list[tuple[Folder, StoredCheckpoint]]]":
+) -> tuple[Folder, StoredCheckpoint, list[tuple[Folder, StoredCheckpoint]]]:
     """Return the newest checkpoint with its folder, and the older ones.
 
     Raise CommandFailed if there is none, or if a damaged one may be newer.
@@ -323,10 +310,8 @@ def _newest(
     return *whole[0], whole[1:]
 
 
-def _instead(candidates: "list[tuple[Folder, StoredCheckpoint]]", output: Path) -> str:
+def _instead(candidates: list[tuple[Folder, StoredCheckpoint]], output: Path) -> str:
     """Return how to export the first of `candidates` that is whole; empty without candidates."""
-    from oobleck.host.storage.checkpoints import verify as verify_files
-
     for folder, found in candidates:
         if not verify_files(folder, found.manifest):
             command = shlex.join(["oobleck", "checkpoint", "export", folder.url, "-o", str(output)])
@@ -338,11 +323,8 @@ def _unreadable(path: str, error: OSError) -> CommandFailed:
     return CommandFailed(f"cannot read {path}: {error.strerror or error}", NO_SUCH_THING)
 
 
-def _columns(folder: "Folder") -> "tuple[Column, ...]":
+def _columns(folder: Folder) -> tuple[Column, ...]:
     """Return the columns for a listing of the folder's checkpoints."""
-    from oobleck.cli.output.table import Column
-    from oobleck.cli.output.text import moment
-
     return (
         Column("STEP", lambda found: found.manifest.step),
         Column("SAVED", lambda found: moment(found.manifest.created)),
@@ -355,7 +337,7 @@ def _columns(folder: "Folder") -> "tuple[Column, ...]":
     )
 
 
-def _plain(found: "StoredCheckpoint", folder: "Folder") -> dict[str, object]:
+def _plain(found: StoredCheckpoint, folder: Folder) -> dict[str, object]:
     manifest = found.manifest
     return {
         "name": found.name,
@@ -370,7 +352,5 @@ def _plain(found: "StoredCheckpoint", folder: "Folder") -> dict[str, object]:
     }
 
 
-def _size(found: "StoredCheckpoint") -> str:
-    from oobleck.core.units import format_bytes
-
+def _size(found: StoredCheckpoint) -> str:
     return format_bytes(found.manifest.bytes)

@@ -4,25 +4,25 @@ import contextlib
 import glob
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+
+import psutil
 
 from oobleck.cli.jobs.own_code import Problem
+from oobleck.core.checkpoint import why_not_begin
+from oobleck.core.job.spec import DataSpec, JobSpec
 from oobleck.host.address import own_hostname
 from oobleck.host.command import USAGE, CommandFailed
-
-if TYPE_CHECKING:
-    from oobleck.core.job.spec import DataSpec, JobSpec
-    from oobleck.proto import control_pb2 as pb
+from oobleck.host.storage.checkpoints import list_checkpoints
+from oobleck.host.storage.folder import open_folder
+from oobleck.proto import control_pb2 as pb
 
 #: Tokens of text without a tokenizer, and bytes of text to check before a submission.
 _BYTES = 256
 _LOOKED_AT_BYTES = 1 << 24
 
 
-def is_here(node: "pb.NodeInfo") -> bool:
+def is_here(node: pb.NodeInfo) -> bool:
     """Return whether the node's agent is a process of this machine."""
-    import psutil
-
     if node.hostname != own_hostname():
         return False
     with contextlib.suppress(psutil.Error):
@@ -32,7 +32,7 @@ def is_here(node: "pb.NodeInfo") -> bool:
     return False
 
 
-def all_here(nodes: "Sequence[pb.NodeInfo]") -> bool:
+def all_here(nodes: Sequence[pb.NodeInfo]) -> bool:
     """Return whether all nodes are on this machine, and so share its files.
 
     False if there are none.
@@ -41,15 +41,11 @@ def all_here(nodes: "Sequence[pb.NodeInfo]") -> bool:
     return bool(there) and all(map(is_here, there))
 
 
-def check_checkpoints(job: "JobSpec") -> None:
+def check_checkpoints(job: JobSpec) -> None:
     """Check, for a cluster on this machine, that the job may begin with its checkpoints.
 
     Raise CommandFailed.
     """
-    from oobleck.core.checkpoint import why_not_begin
-    from oobleck.host.storage.checkpoints import list_checkpoints
-    from oobleck.host.storage.folder import open_folder
-
     spec = job.checkpoint
     if spec is None:
         return
@@ -66,7 +62,7 @@ def check_checkpoints(job: "JobSpec") -> None:
         raise CommandFailed(refusal, USAGE)
 
 
-def check_inputs(job: "JobSpec") -> list[Problem]:
+def check_inputs(job: JobSpec) -> list[Problem]:
     """Check a job's data and initial weights for a cluster on this machine.
 
     They must be complete; the data must suffice and fit the model. Text that is not tokenised yet
@@ -79,7 +75,7 @@ def check_inputs(job: "JobSpec") -> list[Problem]:
     return doubts
 
 
-def _check(key: str, data: "DataSpec", job: "JobSpec") -> list[Problem]:
+def _check(key: str, data: DataSpec, job: JobSpec) -> list[Problem]:
     from oobleck.host.token_file import DataError, look_through, read_info
 
     model = job.model
@@ -102,7 +98,7 @@ def _check(key: str, data: "DataSpec", job: "JobSpec") -> list[Problem]:
     return [Problem(where=key, sentence=doubt, warning=True)] if doubt else []
 
 
-def check_weights(job: "JobSpec") -> None:
+def check_weights(job: JobSpec) -> None:
     """Check that the initial weights on this machine are complete. Raise CommandFailed."""
     from oobleck.host.storage.weight_files import WeightsError, open_weights
 
@@ -114,7 +110,7 @@ def check_weights(job: "JobSpec") -> None:
         raise CommandFailed(f"model.weights: {error}", USAGE) from error
 
 
-def _count_tokens(data: "DataSpec", files: set[str], vocabulary: int) -> int | None:
+def _count_tokens(data: DataSpec, files: set[str], vocabulary: int) -> int | None:
     """Return the number of tokens in `files`; None: unknown yet. Raise DataError."""
     from oobleck.host.token_file import read_info, type_of
     from oobleck.host.tokenise import is_plain, load_tokenizer
@@ -155,7 +151,7 @@ def _check_bytes(files: Sequence[str], vocabulary: int) -> None:
             )
 
 
-def _data_files(data: "DataSpec", key: str) -> set[str]:
+def _data_files(data: DataSpec, key: str) -> set[str]:
     if data.tokens is not None:
         _check_is_file(f"{key}.tokens", data.tokens)
         return {data.tokens}

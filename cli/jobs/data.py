@@ -10,8 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import click
+import msgspec
 
 from oobleck.cli import options
+from oobleck.cli.jobs.own_code import tell
+from oobleck.cli.output import text
+from oobleck.core.units import format_bytes
 from oobleck.host.command import FAILED, NO_SUCH_THING, USAGE, CommandFailed
 from oobleck.host.display import inline
 
@@ -108,10 +112,6 @@ def prepare(
 @options.json_option("Print all facts about FILE as JSON.")
 def inspect(file: Path, dtype: "Dtype | None", as_json: bool) -> None:
     """Show the content of a token file, and warn if it looks like ids of another type."""
-    import msgspec
-
-    from oobleck.cli.jobs.own_code import tell
-    from oobleck.cli.output import text
     from oobleck.host.token_file import DataError, look_through, read_info, read_tokens, type_of
 
     if not file.is_file():
@@ -150,9 +150,6 @@ def _show_alone(
     file: Path, dtype: "Dtype", first: Sequence[int], begins: str, *, as_json: bool
 ) -> None:
     """Print the size, type and first ids of a token file without a FILE.json."""
-    from oobleck.cli.output import text
-    from oobleck.core.units import format_bytes
-
     size, width = os.path.getsize(file), int(dtype[4:]) // 8
     if as_json:
         known = {"dtype": dtype, "tokens": size // width, "begins": list(first)}
@@ -163,8 +160,6 @@ def _show_alone(
 
 
 def _summary(path: Path, info: "TokenFileInfo") -> str:
-    from oobleck.core.units import format_bytes
-
     documents = f"{info.documents:,} document" + ("" if info.documents == 1 else "s")
     size = format_bytes(info.tokens * info.width)
     return inline(f"{path}: {info.tokens:,} {info.dtype} tokens of {documents}, {size}")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from importlib import resources
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -14,14 +14,15 @@ from oobleck.cli import options
 from oobleck.cli.jobs.checks import check_checkpoints, check_inputs
 from oobleck.cli.jobs.job_file import read_form, read_only, read_profile
 from oobleck.cli.jobs.own_code import Found, look_at, refuse, tell
+from oobleck.cli.output.table import table, terminal_width
+from oobleck.cli.output.text import Form, document, is_data
+from oobleck.core.job.description import TreeSketch
+from oobleck.core.job.file import format_job, job_schema
+from oobleck.core.job.model import OwnModelSpec
+from oobleck.core.job.spec import JobSpec
+from oobleck.core.units import format_bytes
 from oobleck.host.command import USAGE, CommandFailed
 from oobleck.host.display import one_line
-
-if TYPE_CHECKING:
-    from oobleck.cli.output.text import Form
-    from oobleck.core.job.description import TreeSketch
-    from oobleck.core.job.spec import JobSpec
-
 
 # ---- oobleck init
 
@@ -100,14 +101,12 @@ problem."""
 @click.argument("job_file", metavar="JOB.yaml", type=click.Path(dir_okay=False, path_type=Path))
 @options.set_option
 @options.form_options("Layers and problems as one JSON object.")
-def check(job_file: Path, overrides: tuple[str, ...], form: "Form") -> int:
+def check(job_file: Path, overrides: tuple[str, ...], form: Form) -> int:
     """Check the job that JOB.yaml (- for standard input) describes for problems.
 
     No master is asked; files are expected on this machine. A model of your own is run for one
     micro-batch, layer by layer, and shown as a table.
     """
-    from oobleck.cli.output.text import document, is_data
-
     found = look_at(read_only(job_file, overrides), always=True)
     if found.job.model.known:
         found = replace(found, problems=[*found.problems, *check_inputs(found.job)])
@@ -126,9 +125,6 @@ def check(job_file: Path, overrides: tuple[str, ...], form: "Form") -> int:
 
 
 def _show(found: Found, layers: list[dict[str, Any]], *, wide: bool) -> None:
-    from oobleck.cli.output.table import table, terminal_width
-    from oobleck.core.units import format_bytes
-
     if layers:
         compiled = any(layer["compiled"] for layer in layers)
         heads: tuple[str, ...] = ("LAYERS", "CLASS", "PARAMETERS", "KEPT PER ROW", "OUTPUT PER ROW")
@@ -156,13 +152,11 @@ def _range(first: int, last: int) -> str:
     return str(first) if first == last else f"{first}-{last}"
 
 
-def _layers(job: "JobSpec") -> list[dict[str, Any]]:
+def _layers(job: JobSpec) -> list[dict[str, Any]]:
     """Return a record for each run of equal layers of a user's model.
 
     Empty for other models, and if its layers are unknown.
     """
-    from oobleck.core.job.model import OwnModelSpec
-
     model = job.model
     if not isinstance(model, OwnModelSpec) or not model.known:
         return []
@@ -183,7 +177,7 @@ def _layers(job: "JobSpec") -> list[dict[str, Any]]:
     return found
 
 
-def _shapes(output: "TreeSketch") -> list[str]:
+def _shapes(output: TreeSketch) -> list[str]:
     return [f"{tensor.dtype}{list(tensor.shape)}" for tensor in output.tensors]
 
 
@@ -207,8 +201,6 @@ def config() -> None:
 @config.command()
 def schema() -> None:
     """Print the JSON Schema of job files, for editors."""
-    from oobleck.core.job.file import job_schema
-
     click.echo(json.dumps(job_schema(), indent=2))
 
 
@@ -222,9 +214,6 @@ def show(job_file: Path, overrides: tuple[str, ...], output: str) -> None:
     """Print JOB.yaml (- for standard input) with every key: defaults, and all sizes of a model that
     a preset or config names. The result is a job file for the same job.
     """
-    from oobleck.cli.output.text import document
-    from oobleck.core.job.file import format_job
-
     tree = _readable(json.loads(format_job(read_form(job_file, overrides))))
     click.echo(document(tree, "json" if output == "json" else "yaml"))
 

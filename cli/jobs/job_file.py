@@ -9,16 +9,16 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from oobleck.cli.jobs.own_code import code_folder, read_wheel, with_description
+from oobleck.core.errors import InvalidJob
+from oobleck.core.job.file import parse_job
+from oobleck.core.job.model import AnyModel, ModelSpec, OwnModelSpec
+from oobleck.core.job.spec import DataSpec, JobSpec
+from oobleck.core.profile import parse_profile
 from oobleck.host.command import USAGE, CommandFailed
 from oobleck.host.system.files import open_at_once
-
-if TYPE_CHECKING:
-    from oobleck.core.job.model import AnyModel
-    from oobleck.core.job.spec import DataSpec, JobSpec
-
+from oobleck.planner.profile.measurement import check_fits
 
 # ---- text files that the user names: a regular file, a pipe, or standard input
 
@@ -107,7 +107,7 @@ def _read_all(read: Callable[[int], bytes | None], most: int) -> bytes:
 
 def read_job(
     path: Path, overrides: Sequence[str], shown_as: Mapping[str, str] | None = None
-) -> "JobSpec":
+) -> JobSpec:
     """Return the job with absolute paths and a checked model.
 
     Errors name the file and line, or the override. `shown_as`: how the user wrote an override, if
@@ -118,13 +118,13 @@ def read_job(
 
 def read_only(
     path: Path, overrides: Sequence[str], shown_as: Mapping[str, str] | None = None
-) -> "JobSpec":
+) -> JobSpec:
     """Return the job as `read_job` does, without a check of the model."""
     source, base = _place(path)
     return _parsed(read_text(path, JOB_FILE), overrides, source, base, shown_as or {})
 
 
-def read_form(path: Path, overrides: Sequence[str]) -> "JobSpec":
+def read_form(path: Path, overrides: Sequence[str]) -> JobSpec:
     """Return the job with paths as they are written; no file that it names is read."""
     source, base = _place(path)
     return _formed(read_text(path, JOB_FILE), overrides, source, base, {})
@@ -137,7 +137,7 @@ def _place(path: Path) -> tuple[str, Path]:
     return str(path), path.absolute().parent
 
 
-def job_of_text(text: str, overrides: Sequence[str], *, source: str, base: Path) -> "JobSpec":
+def job_of_text(text: str, overrides: Sequence[str], *, source: str, base: Path) -> JobSpec:
     """Return a job as `read_job` does, from the text of a job file.
 
     `base`: folder that relative paths in it start from. `source`: its name in messages.
@@ -147,17 +147,14 @@ def job_of_text(text: str, overrides: Sequence[str], *, source: str, base: Path)
 
 def _parsed(
     text: str, overrides: Sequence[str], source: str, base: Path, shown_as: Mapping[str, str]
-) -> "JobSpec":
+) -> JobSpec:
     """Parse the text of a job file, and make all paths absolute."""
     return with_absolute_paths(_formed(text, overrides, source, base, shown_as), base)
 
 
 def _formed(
     text: str, overrides: Sequence[str], source: str, base: Path, shown_as: Mapping[str, str]
-) -> "JobSpec":
-    from oobleck.core.errors import InvalidJob
-    from oobleck.core.job.file import parse_job
-
+) -> JobSpec:
     def read(name: str) -> str:
         return read_text(base / os.path.expanduser(name), CONFIG_OF_MODEL)
 
@@ -178,9 +175,8 @@ def _formed(
     return job
 
 
-def with_absolute_paths(job: "JobSpec", base: Path) -> "JobSpec":
+def with_absolute_paths(job: JobSpec, base: Path) -> JobSpec:
     """Return the job with absolute paths, because workers run in other folders."""
-    from oobleck.core.job.model import ModelSpec, OwnModelSpec
 
     def absolute(path: str | None) -> str | None:
         return None if path is None else str(base / os.path.expanduser(path))
@@ -188,7 +184,7 @@ def with_absolute_paths(job: "JobSpec", base: Path) -> "JobSpec":
     def folder_of(python: str | None, path: str | None) -> str | None:
         return code_folder(python, path, base, carried)
 
-    def of_data(data: "DataSpec") -> "DataSpec":
+    def of_data(data: DataSpec) -> DataSpec:
         return dataclasses.replace(
             data,
             text=tuple(str(base / os.path.expanduser(pattern)) for pattern in data.text),
@@ -198,7 +194,7 @@ def with_absolute_paths(job: "JobSpec", base: Path) -> "JobSpec":
             path=folder_of(data.python, data.path),
         )
 
-    def of_model(model: "AnyModel") -> "AnyModel":
+    def of_model(model: AnyModel) -> AnyModel:
         if isinstance(model, ModelSpec):
             return dataclasses.replace(model, weights=absolute(model.weights))
         assert isinstance(model, OwnModelSpec), "there are two kinds"
@@ -232,11 +228,8 @@ def with_absolute_paths(job: "JobSpec", base: Path) -> "JobSpec":
         raise CommandFailed(text, USAGE) from error
 
 
-def read_profile(job: "JobSpec") -> str:
+def read_profile(job: JobSpec) -> str:
     """Return the text of the profile file that the job names, checked; empty if it names none."""
-    from oobleck.core.profile import parse_profile
-    from oobleck.planner.profile.measurement import check_fits
-
     if job.profile_path is None:
         return ""
     text = read_text(Path(job.profile_path), PROFILE_OF_JOB)

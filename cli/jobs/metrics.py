@@ -5,17 +5,18 @@ import shutil
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from oobleck.cli import options
+from oobleck.cli.client import MasterClient
+from oobleck.cli.jobs.follow import follow_metrics
 from oobleck.cli.options import job_argument, master_option
+from oobleck.cli.output.metrics import csv_cells, csv_keys, csv_line, head, plot, row
+from oobleck.cli.output.text import Form, entry, is_data
 from oobleck.host.ipc.endpoint import Endpoint
-
-if TYPE_CHECKING:
-    from oobleck.cli.output.text import Form
-    from oobleck.proto import control_pb2 as pb
+from oobleck.proto import control_pb2 as pb
 
 #: Rows of a table without --from.
 _ROWS = 20
@@ -53,16 +54,12 @@ def metrics(
     as_csv: bool,
     plotted: bool,
     master: Endpoint,
-    form: "Form",
+    form: Form,
 ) -> None:
     """Show the results of each committed step of a job, in order and exactly once.
 
     They are the loss, the norm of the gradient, tokens and seconds.
     """
-    from oobleck.cli.client import MasterClient
-    from oobleck.cli.jobs.follow import follow_metrics
-    from oobleck.cli.output.text import is_data
-
     if as_csv and is_data(form):
         raise click.UsageError(f"--csv and --{form} exclude each other; leave one out")
     if plotted and (as_csv or is_data(form) or follow):
@@ -96,7 +93,7 @@ def metrics(
 
 
 def _with_lost(
-    records: Iterable[dict[str, Any]], job: Callable[[], "pb.JobStatus"], first: int
+    records: Iterable[dict[str, Any]], job: Callable[[], pb.JobStatus], first: int
 ) -> Iterator[dict[str, Any]]:
     """Yield the records, with lost ones at their place: `lost` (first and last step) and `why`.
 
@@ -112,16 +109,14 @@ def _with_lost(
     yield from _lost(status, range(following, status.steps + 1))
 
 
-def _lost(job: "pb.JobStatus", steps: range) -> Iterator[dict[str, Any]]:
+def _lost(job: pb.JobStatus, steps: range) -> Iterator[dict[str, Any]]:
     for lost in job.lost_records:
         if lost.first_step in steps or lost.last_step in steps:
             yield {"lost": [lost.first_step, lost.last_step], "why": lost.why}
 
 
-def _tell_data(records: Iterable[dict[str, Any]], form: "Form") -> bool:
+def _tell_data(records: Iterable[dict[str, Any]], form: Form) -> bool:
     """Print the records; return whether there were any, as `_tell_csv` and `_tell_table` do."""
-    from oobleck.cli.output.text import entry
-
     told = False
     for record in records:
         told = True
@@ -130,8 +125,6 @@ def _tell_data(records: Iterable[dict[str, Any]], form: "Form") -> bool:
 
 
 def _tell_csv(records: Iterable[dict[str, Any]], *, evaluations: bool) -> bool:
-    from oobleck.cli.output.metrics import csv_cells, csv_keys, csv_line
-
     keys: list[str] = []
     for record in records:
         if not keys:
@@ -150,8 +143,6 @@ def _tell_table(
     plotted: bool,
 ) -> bool:
     """Print the last `most` rows; None: all, as they arrive. Return whether there were any."""
-    from oobleck.cli.output.metrics import head, plot, row
-
     last: deque[dict[str, Any]] = deque(maxlen=most)
     losses: list[tuple[int, float]] = []
     told = False

@@ -13,29 +13,26 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
+from oobleck.cli.client import MasterClient
+from oobleck.core.job.code import Json
+from oobleck.core.job.file import format_job
+from oobleck.core.job.model import OwnModelSpec
+from oobleck.core.job.spec import JobSpec
 from oobleck.host.command import FAILED, USAGE, CommandFailed
 from oobleck.host.display import inline
 from oobleck.host.ipc.marker import Marker, with_last_line
+from oobleck.host.system.files import read_regular
 from oobleck.host.system.process import with_parent
-
-if TYPE_CHECKING:
-    from oobleck.cli.client import MasterClient
-    from oobleck.core.job.spec import JobSpec
-    from oobleck.host.wheel import Wheel
-
+from oobleck.host.wheel import MOST_WHEEL_BYTES, Wheel, is_carried, stored_as, unpacked_in
 
 # ---- the wheel: read, unpacked for checks, and sent
 
 
-def read_wheel(path: str) -> "Wheel":
+def read_wheel(path: str) -> Wheel:
     """Read and check a wheel. Raise CommandFailed with the fix."""
-    from oobleck.host.system.files import read_regular
-    from oobleck.host.wheel import MOST_WHEEL_BYTES, Wheel
-
     try:
         return Wheel(read_regular(path, MOST_WHEEL_BYTES))
     except OSError as error:
@@ -46,10 +43,8 @@ def read_wheel(path: str) -> "Wheel":
 
 
 @contextmanager
-def unpacked(job: "JobSpec") -> Iterator["JobSpec"]:
+def unpacked(job: JobSpec) -> Iterator[JobSpec]:
     """Yield the job for this machine, with its wheel unpacked during the block."""
-    from oobleck.host.wheel import unpacked_in
-
     if job.code is None:
         yield job
         return
@@ -66,11 +61,8 @@ def unpacked(job: "JobSpec") -> Iterator["JobSpec"]:
         yield unpacked_in(job, str(place), wheel.modules)
 
 
-def sent_text(connection: "MasterClient", job: "JobSpec") -> str:
+def sent_text(connection: MasterClient, job: JobSpec) -> str:
     """Return the job's text for the master, after sending its wheel. Raise CommandFailed."""
-    from oobleck.core.job.file import format_job
-    from oobleck.host.wheel import stored_as
-
     if job.code is not None:
         wheel = read_wheel(job.code)
         connection.put_code(wheel.content)
@@ -96,8 +88,6 @@ def code_folder(
     That is `path`, or the job file's folder `base` if the module is there. None: it is installed,
     or it is in the job's wheel (`carried`).
     """
-    from oobleck.host.wheel import is_carried
-
     if python is None or is_carried(python, path, carried):
         return None
     if path is not None:
@@ -125,7 +115,7 @@ class Found:
     """Findings about a model."""
 
     #: Job with a description of its layers, if there is one.
-    job: "JobSpec"
+    job: JobSpec
     problems: Sequence[Problem]
     #: Whether the model was run for real.
     run: bool
@@ -135,11 +125,8 @@ class Found:
         return [problem for problem in self.problems if not problem.warning]
 
 
-def look_at(job: "JobSpec", *, always: bool = False) -> Found:
+def look_at(job: JobSpec, *, always: bool = False) -> Found:
     """Check the user's code of a job. `always`: run the model for real, however large it is."""
-    from oobleck.core.job.file import format_job
-    from oobleck.core.job.model import OwnModelSpec
-
     own, optimizer = isinstance(job.model, OwnModelSpec), job.training.optimizer
     if not own and optimizer.code is None and not optimizer.no_decay:
         return Found(job=job, problems=[], run=False)
@@ -179,13 +166,11 @@ def look_at(job: "JobSpec", *, always: bool = False) -> Found:
     return Found(job=job, problems=problems, run=found["run"])
 
 
-def with_description(job: "JobSpec") -> "JobSpec":
+def with_description(job: JobSpec) -> JobSpec:
     """Return the job with its layers and its optimizer's state described.
 
     Print problems; raise CommandFailed with the last one.
     """
-    from oobleck.core.job.model import OwnModelSpec
-
     found = look_at(job)
     for problem in found.problems:
         if problem.warning:
@@ -209,11 +194,8 @@ def refuse(problems: Sequence[Problem]) -> None:
         raise CommandFailed(str(last), USAGE)
 
 
-def _given(job: "JobSpec", descriptions: Mapping[str, str]) -> "JobSpec":
+def _given(job: JobSpec, descriptions: Mapping[str, str]) -> JobSpec:
     """Return the job with these descriptions of the user's parts. Raise ValueError."""
-    from oobleck.core.job.code import Json
-    from oobleck.core.job.model import OwnModelSpec
-
     model, training = job.model, job.training
     if isinstance(model, OwnModelSpec) and "model" in descriptions:
         model = dataclasses.replace(model, described=Json(descriptions["model"]))

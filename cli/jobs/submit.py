@@ -3,22 +3,21 @@
 import secrets
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
+from oobleck.cli.client import MasterClient
+from oobleck.cli.jobs.checkpoint import take
 from oobleck.cli.jobs.checks import all_here, check_checkpoints, check_inputs
 from oobleck.cli.jobs.job_file import read_job, read_profile
 from oobleck.cli.jobs.own_code import sent_text, tell
 from oobleck.cli.options import job_argument, master_option, set_option
+from oobleck.cli.reading.watch import follow
+from oobleck.core.job.spec import JobSpec
 from oobleck.host.command import FAILED, NO_OUTPUT, CommandFailed, OutputFailed
 from oobleck.host.display import inline
 from oobleck.host.ipc.endpoint import Endpoint
-
-if TYPE_CHECKING:
-    from oobleck.cli.client import MasterClient
-    from oobleck.core.job.spec import JobSpec
-    from oobleck.proto import control_pb2 as pb
+from oobleck.proto import control_pb2 as pb
 
 #: States of a job in which its workers can take a checkpoint between steps.
 _TRAINS = ("running", "reconfiguring")
@@ -35,8 +34,6 @@ def submit(job_file: Path, overrides: tuple[str, ...], following: bool, master: 
     Relative paths in it start from its folder; its data is needed only on the nodes. With --follow
     the exit code is 1 if the job fails or is cancelled; Ctrl-C stops following, not the job.
     """
-    from oobleck.cli.client import MasterClient
-
     job = read_job(job_file, overrides)
     profile = read_profile(job)
     with MasterClient(master) as connection:
@@ -47,7 +44,7 @@ def submit(job_file: Path, overrides: tuple[str, ...], following: bool, master: 
         return _follow(connection, reply.job_id) if following else 0
 
 
-def send(connection: "MasterClient", job: "JobSpec", profile: str) -> "pb.SubmitReply":
+def send(connection: MasterClient, job: JobSpec, profile: str) -> pb.SubmitReply:
     """Submit a job; `profile`: text of the profile file that it names. Raise CommandFailed."""
     if all_here(connection.nodes()):
         for doubt in check_inputs(job):
@@ -64,9 +61,7 @@ def _tell_id(job_id: str) -> None:
         raise CommandFailed(f"submitted {job_id}, but {error}", NO_OUTPUT) from error
 
 
-def _follow(connection: "MasterClient", job_id: str) -> int:
-    from oobleck.cli.reading.watch import follow
-
+def _follow(connection: MasterClient, job_id: str) -> int:
     try:
         last = follow(connection, job_id, sys.stdout)
     except KeyboardInterrupt:
@@ -99,8 +94,6 @@ def cancel(job_id: str, save_first: bool, unknown: bool, master: Endpoint) -> No
 
     With --checkpoint, a job that cannot take one now continues.
     """
-    from oobleck.cli.client import MasterClient
-
     if unknown and save_first:
         raise click.UsageError("--checkpoint: the master cannot ask an unknown job for one")
     with MasterClient(master) as connection:
@@ -128,8 +121,6 @@ def adopt(job_id: str, master: Endpoint) -> None:
     is refused if the job's nodes disagree, or are not all connected. 'oobleck jobs' lists such
     jobs.
     """
-    from oobleck.cli.client import MasterClient
-
     with MasterClient(master) as connection:
         lost = connection.adopt(job_id)
     click.echo(f"{job_id} is this master's now, and training continues; lost:")
@@ -137,9 +128,7 @@ def adopt(job_id: str, master: Endpoint) -> None:
         click.echo(inline(f"  {line}"))
 
 
-def _save(connection: "MasterClient", job_id: str) -> None:
-    from oobleck.cli.jobs.checkpoint import take
-
+def _save(connection: MasterClient, job_id: str) -> None:
     state = connection.job(job_id).state
     try:
         if state not in _TRAINS:

@@ -8,20 +8,22 @@ from typing import TYPE_CHECKING, Any, cast
 import click
 
 from oobleck.cli.options import form_options, set_option
+from oobleck.cli.output.table import folded, table, terminal_width
+from oobleck.cli.output.text import Form, document, is_data
 from oobleck.cli.planning.question import (
     Flags,
     Question,
     question_options,
     read_question,
 )
+from oobleck.core.job.spec import RecoveryPolicy
 from oobleck.core.schedules import SCHEDULES, Schedule
 from oobleck.core.units import count, format_bytes
 from oobleck.host.command import USAGE, CommandFailed
 from oobleck.host.display import printable
+from oobleck.planner.report.speed import speed_line
 
 if TYPE_CHECKING:
-    from oobleck.cli.output.text import Form
-    from oobleck.core.job.spec import RecoveryPolicy
     from oobleck.planner.report.report import PlanReport
 
 
@@ -84,13 +86,10 @@ def plan(
     policy: str | None,
     slow: tuple[str, ...],
     shadows: bool | None,
-    form: "Form",
+    form: Form,
     **flags: Any,
 ) -> None:
     """Show the templates and the plan for JOB.yaml, or for a profile, on N nodes."""
-    from oobleck.cli.output.table import terminal_width
-    from oobleck.cli.output.text import document, is_data
-
     question = read_question(job_file, profile_file, overrides, Flags(**flags))
     if schedule is not None:
         wanted = None if schedule == "auto" else cast("Schedule", schedule)
@@ -145,9 +144,6 @@ def _report(
 
 def report_text(report: dict[str, Any], drawing: str, width: int | None = None) -> str:
     """Return the templates, the drawing of the plan, and the answers to losses."""
-    from oobleck.cli.output.table import folded, table
-    from oobleck.planner.report.speed import speed_line
-
     rows = [
         (
             template["nodes"],
@@ -175,8 +171,6 @@ def report_text(report: dict[str, Any], drawing: str, width: int | None = None) 
 
 def _loss(loss: dict[str, Any], width: int | None) -> Iterator[str]:
     """Yield the answer to a loss, each policy's answer as a table, and the follow-ups."""
-    from oobleck.cli.output.table import table
-
     policies, follow_ups = loss["policies"], loss["follow_ups"]
     if loss["plan"] is None:
         yield f"{loss['lost']} lost: the job waits for nodes: {loss['reason']}"
@@ -220,8 +214,6 @@ def _loss(loss: dict[str, Any], width: int | None) -> Iterator[str]:
 
 def _slow(slow: dict[str, Any], width: int | None) -> Iterator[str]:
     """Yield the answer to slow workers, and the candidates as a table."""
-    from oobleck.cli.output.table import table
-
     rates = ", ".join(f"{worker} at {rate:g}" for worker, rate in slow["rates"].items())
     done = slow["taken"] or "nothing is done"
     yield (

@@ -6,21 +6,23 @@ Owns which values come from the file, the flags or this machine. Must not know h
 import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import click
+import psutil
 
+from oobleck.cli.jobs.job_file import PROFILE_FILE, read_job, read_profile, read_text
+from oobleck.core.job.model import ModelSpec
+from oobleck.core.job.spec import JobSpec, RecoveryPolicy
+from oobleck.core.profile import Profile, parse_profile
+from oobleck.core.schedules import Schedule
 from oobleck.core.ties import Ties
 from oobleck.core.units import count, parse_bytes
 from oobleck.host.command import USAGE, CommandFailed
-from oobleck.planner.profile.machine import GPUS, NOMINAL
-
-if TYPE_CHECKING:
-    from oobleck.core.job.spec import JobSpec, RecoveryPolicy
-    from oobleck.core.profile import Profile
-    from oobleck.core.schedules import Schedule
-    from oobleck.planner.profile.machine import Machine
-    from oobleck.planner.report.speed import Speed
+from oobleck.planner.profile.estimate import estimate_profile, flops_per_token
+from oobleck.planner.profile.machine import GPUS, NOMINAL, Machine
+from oobleck.planner.profile.memory import gpu_reserve_bytes, usable_bytes
+from oobleck.planner.report.speed import Speed
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -99,22 +101,22 @@ def question_options(command: Command) -> Command:
 class Question:
     """Question that a plan answers."""
 
-    profile: "Profile"
+    profile: Profile
     fault_tolerance: int
     global_batch: int
     min_nodes: int = 1
     #: None: the best one.
-    schedule: "Schedule | None" = None
+    schedule: Schedule | None = None
     #: Whether the head shares the embedding's weight.
     tied: Ties = False
     #: Whether nodes may hold layers that they do not run.
     shadows: bool = False
     #: Answer to losses.
-    policy: "RecoveryPolicy" = "templates"
+    policy: RecoveryPolicy = "templates"
     #: Notes on unused parts of the profile or the machines, and on the basis of times.
     notes: tuple[str, ...] = ()
     #: FLOPs of a step per token, tokens per sample, and peak FLOP/s of a worker; None: unknown.
-    speed: "Speed | None" = None
+    speed: Speed | None = None
 
 
 def read_question(
@@ -138,9 +140,6 @@ def from_profile(path: Path, flags: Flags) -> Question:
 
     Raise ValueError or CommandFailed.
     """
-    from oobleck.cli.jobs.job_file import PROFILE_FILE, read_text
-    from oobleck.core.profile import parse_profile
-
     text = read_text(path, PROFILE_FILE)
     try:
         profile = parse_profile(text)
@@ -167,8 +166,6 @@ def from_job(path: Path, overrides: Sequence[str], flags: Flags) -> Question:
 
     Raise ValueError or CommandFailed.
     """
-    from oobleck.cli.jobs.job_file import read_job, read_profile
-    from oobleck.core.profile import parse_profile
     from oobleck.planner.search.firstplan import on_usable_gpus
 
     given = {
@@ -209,12 +206,7 @@ def from_job(path: Path, overrides: Sequence[str], flags: Flags) -> Question:
     )
 
 
-def _estimate(job: "JobSpec", flags: Flags) -> "Profile":
-    import psutil
-
-    from oobleck.planner.profile.estimate import estimate_profile
-    from oobleck.planner.profile.memory import gpu_reserve_bytes
-
+def _estimate(job: JobSpec, flags: Flags) -> Profile:
     machine = _machine(flags)
     gpus = flags.gpus_per_node or machine.per_node
     memory = _memory(flags)
@@ -227,16 +219,12 @@ def _estimate(job: "JobSpec", flags: Flags) -> "Profile":
     )
 
 
-def _machine(flags: Flags) -> "Machine":
+def _machine(flags: Flags) -> Machine:
     return NOMINAL if flags.gpu is None else GPUS[flags.gpu]
 
 
-def _speed(job: "JobSpec", flags: Flags) -> "Speed | None":
+def _speed(job: JobSpec, flags: Flags) -> Speed | None:
     """Return the speed of an estimate for a GPU; None for other machines and users' models."""
-    from oobleck.core.job.model import ModelSpec
-    from oobleck.planner.profile.estimate import flops_per_token
-    from oobleck.planner.report.speed import Speed
-
     machine = _machine(flags)
     if not (machine.is_gpu and isinstance(job.model, ModelSpec)):
         return None
@@ -247,7 +235,7 @@ def _speed(job: "JobSpec", flags: Flags) -> "Speed | None":
     )
 
 
-def notes_of_times(flags: Flags, speed: "Speed | None", *, measured: bool) -> tuple[str, ...]:
+def notes_of_times(flags: Flags, speed: Speed | None, *, measured: bool) -> tuple[str, ...]:
     """Return notes on the basis of times and a missing speed.
 
     Empty if times are measured or a speed is known.
@@ -257,10 +245,8 @@ def notes_of_times(flags: Flags, speed: "Speed | None", *, measured: bool) -> tu
     return (_NOMINAL_TIMES,) if flags.gpu is None else (_NO_SPEED,)
 
 
-def _on_machines(profile: "Profile", flags: Flags, *, limit: int | None) -> "Profile":
+def _on_machines(profile: Profile, flags: Flags, *, limit: int | None) -> Profile:
     """Return `profile` with the job's `limit`, or with the machines that the flags describe."""
-    from oobleck.planner.profile.memory import usable_bytes
-
     memory = _memory(flags)
     if limit is None:
         limit = profile.gpu_memory_bytes if memory is None else usable_bytes(memory)
@@ -280,7 +266,7 @@ def _memory(flags: Flags) -> int | None:
     return memory
 
 
-def _unused(profile: "Profile", used: "Profile") -> tuple[str, ...]:
+def _unused(profile: Profile, used: Profile) -> tuple[str, ...]:
     """Return notes on the parts of `profile` that are not in `used`."""
     notes = []
     idle = profile.gpus_per_node - used.gpus_per_node

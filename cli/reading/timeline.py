@@ -9,8 +9,10 @@ from typing import Any
 import click
 
 from oobleck.cli import options
+from oobleck.cli.client import MasterClient
 from oobleck.cli.options import job_argument
-from oobleck.cli.output.table import table
+from oobleck.cli.output.table import table, terminal_width
+from oobleck.cli.output.text import dump_line
 from oobleck.core.units import count
 from oobleck.host.command import FAILED, USAGE, CommandFailed
 from oobleck.host.ipc.endpoint import Endpoint

@@ -13,19 +13,20 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from oobleck.cli.client import MasterClient
+from oobleck.cli.cluster.pki import make_token
 from oobleck.cli.options import master_option
 from oobleck.cli.ssh.hosts import Access, Host, HostFailed, hosts_argument, read_hosts, ssh_options
+from oobleck.cli.ssh.payload import UNIT, Payload, make_payload, shipped
 from oobleck.core.units import format_bytes
 from oobleck.host.address import is_loopback, split_address
 from oobleck.host.command import USAGE, CommandFailed
 from oobleck.host.display import inline
 from oobleck.host.ipc.endpoint import Endpoint
+from oobleck.proto import control_pb2 as pb
 
 if TYPE_CHECKING:
-    from oobleck.cli.client import MasterClient
     from oobleck.cli.ssh.connection import Connection
-    from oobleck.cli.ssh.payload import Payload
-    from oobleck.proto import control_pb2 as pb
 
 
 # ---- oobleck up
@@ -112,9 +113,7 @@ def up(
     for option in agent_options:
         if option.partition("=")[0] in _OURS:
             raise click.UsageError(f"{option}: leave it out; 'oobleck up' sets it")
-    from oobleck.cli.client import MasterClient
     from oobleck.cli.ssh.connection import exit_code, on_each
-    from oobleck.cli.ssh.payload import make_payload
 
     access = Access(
         identity=identity,
@@ -161,7 +160,7 @@ def check_master(master: Endpoint, hosts: Sequence[Host]) -> None:
 class _Roll:
     """Nodes as the master lists them, asked once for all tasks."""
 
-    def __init__(self, master: "MasterClient") -> None:
+    def __init__(self, master: MasterClient) -> None:
         self.master = master
         self._lock = asyncio.Lock()
         self._asked_at = 0.0
@@ -186,7 +185,7 @@ class _Roll:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Bringing:
     access: Access
-    payload: "Payload"
+    payload: Payload
     endpoint: Endpoint
     options: tuple[str, ...]
     writable: tuple[str, ...]
@@ -204,8 +203,6 @@ class _Bringing:
             raise HostFailed(failed.format_message()) from failed
 
     async def _steps(self, host: Host, there: "Connection") -> list[str]:
-        from oobleck.cli.ssh.payload import UNIT, shipped
-
         key = self.payload.key
         options = ["--master", str(self.endpoint), "--name", host.name, *host.agent_options]
         agent = {
@@ -287,8 +284,6 @@ class _Bringing:
             )
 
     async def _join(self, host: Host, there: "Connection") -> None:
-        from oobleck.cli.cluster.pki import make_token
-
         token = await asyncio.to_thread(
             make_token, self.roll.master, role="agent", name=host.name, ttl_s=_TOKEN_S
         )

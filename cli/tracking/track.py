@@ -2,16 +2,15 @@
 
 import importlib
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import click
 
+from oobleck.cli.client import MasterClient
 from oobleck.cli.options import job_argument, master_option
+from oobleck.cli.tracking.feed import Item, Written, claim, feed
 from oobleck.host.command import FAILED, CommandFailed
 from oobleck.host.ipc.endpoint import Endpoint
-
-if TYPE_CHECKING:
-    from oobleck.cli.tracking.feed import Item, Written
 
 #: Module and class of each tracker.
 TRACKERS = {
@@ -39,9 +38,9 @@ class Tracker(Protocol):
         """Open or make the files. Raise CommandFailed or OSError; so do the other methods."""
 
     @property
-    def written(self) -> "Written": ...
+    def written(self) -> Written: ...
 
-    def write(self, item: "Item") -> None: ...
+    def write(self, item: Item) -> None: ...
 
     def flush(self) -> None:
         """Write everything to the files that the program reads."""
@@ -72,9 +71,6 @@ def track(job_id: str, name: str, directory: Path, master: Endpoint) -> None:
     It runs until the job ends. However it ends, it may be restarted with the same directory: it
     continues after the last record, and writes each step exactly once.
     """
-    from oobleck.cli.client import MasterClient
-    from oobleck.cli.tracking.feed import claim, feed
-
     made = _load(name)
     with MasterClient(master) as connection:
         job = connection.job(job_id)  # before any file is made for an unknown job
