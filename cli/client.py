@@ -81,10 +81,8 @@ class NothingToRenew(CommandFailed):
 
 class Unreachable(CommandFailed):
     def __init__(self, address: str, reason: str, *, reached: bool = False) -> None:
-        """Build the error.
-
-        `reached`: the request may have reached the master, and its reply was lost.
-        """
+        """Build the error. `reached`: the request may have reached the master, and its reply was
+        lost."""
         self.reached = reached
         super().__init__(
             f"cannot reach a master at {address} ({reason}); start one with "
@@ -98,9 +96,7 @@ class MasterClient:
 
     def __init__(self, endpoint: Endpoint | str, *, ask_again_s: float = ASK_AGAIN_S) -> None:
         """Connect to `endpoint`; a bare address is on this host, or called in the clear.
-
-        `ask_again_s`: time for which a request is repeated if its reply is lost.
-        """
+        `ask_again_s`: time for which a request is repeated if its reply is lost."""
         if isinstance(endpoint, str):
             endpoint = choose_endpoint(endpoint, None, insecure=False)
         self._endpoint = endpoint

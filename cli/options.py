@@ -61,10 +61,8 @@ def check_master(addresses: str) -> None:
 
 
 def endpoint(ctx: click.Context, parameter: click.Parameter, value: str | None) -> Endpoint | None:
-    """Return the master to ask, with the credentials to present; None: no value.
-
-    Raise a usage error.
-    """
+    """Return the master to ask, with the credentials to present; None: no value. Raise a usage
+    error."""
     if value is None:
         return None
     try:
@@ -301,9 +299,7 @@ def _names(
     incomplete: str,
 ) -> list[CompletionItem]:
     """Return completions: names that begin with `incomplete`, with a word for shells that show one.
-
-    Empty if the master cannot be asked.
-    """
+    Empty if the master cannot be asked."""
     from oobleck.cli.client import MasterClient
     from oobleck.host.command import CommandFailed
 

@@ -141,9 +141,7 @@ class Manifest:
 
 def folder_name(step: int, meeting: str) -> str:
     """Return the folder's name of the checkpoint of `step` that the members of `meeting` write.
-
-    `meeting` is the prefix of their rendezvous, which is unique.
-    """
+    `meeting` is the prefix of their rendezvous, which is unique."""
     return f"step-{step:09}-{hashlib.sha256(meeting.encode()).hexdigest()[:8]}"
 
 

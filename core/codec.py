@@ -8,10 +8,8 @@ T = TypeVar("T")
 
 
 def encode(value: object) -> bytes:
-    """Return the JSON text of a dataclass or Struct (or of a collection of them).
-
-    Equal values built the same way give the same text: mappings keep their order.
-    """
+    """Return the JSON text of a dataclass or Struct (or of a collection of them). Equal values
+    built the same way give the same text: mappings keep their order."""
     return msgspec.json.encode(value)
 
 

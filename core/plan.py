@@ -176,8 +176,7 @@ class Plan:
         schedule: Schedule = "1f1b",
     ) -> "Plan":
         """Build a plan with one route for each pipeline, through all of its stages. Raises
-        ValueError.
-        """
+        ValueError."""
         given = tuple(pipelines)
         nodes = [node for pipeline in given for node in pipeline.nodes]
         if len(set(nodes)) != len(nodes):
@@ -406,8 +405,7 @@ def pipelines_within(plan: Plan) -> Plan:
 
 def _in_proportion(parts: list[int], total: int) -> list[int]:
     """Split `total` in proportion to `parts`, each rounded down or up; of equal remainders the
-    first gets more.
-    """
+    first gets more."""
     whole = sum(parts)
     shares = [part * total // whole for part in parts]
     by_remainder = sorted(range(len(parts)), key=lambda k: -(parts[k] * total % whole))

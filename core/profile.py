@@ -310,10 +310,8 @@ _WORDS = {
 
 
 def parse_profile(text: str | bytes) -> Profile:
-    """Parse a profile; raises ValueError with the field and the fix.
-
-    Unknown keys are ignored: profiles also record how they were measured.
-    """
+    """Parse a profile; raises ValueError with the field and the fix. Unknown keys are ignored:
+    profiles also record how they were measured."""
     try:
         tree = json.loads(text, object_pairs_hook=_unique, parse_int=_integer)
         return msgspec.convert(tree, Profile, str_keys=True)

@@ -63,9 +63,8 @@ def _redact_word(word: str) -> str:
 
 
 def _is_secret(name: str) -> bool:
-    """Return whether a query's parameter of this name is a secret; servers decode escapes
-    in names.
-    """
+    """Return whether a query's parameter of this name is a secret; servers decode escapes in
+    names."""
     plain = unquote(name)
     words = {word.lower() for word in _WORD_OF_NAME.findall(plain)}
     whole = re.sub(r"[^a-z0-9]", "", plain.lower())

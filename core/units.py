@@ -70,8 +70,7 @@ def parse_bytes(text: str) -> int:
 
 def parse_seconds(text: str) -> float:
     """Parse `30s`, `1.5m`, `2h`, `7d`, `500ms` or bare seconds; raises ValueError unless
-    positive.
-    """
+    positive."""
     match = _SPAN.fullmatch(text)
     span_s = float(match[1]) * _SECONDS[match[2].lower()] if match else 0.0
     if span_s <= 0:

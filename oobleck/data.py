@@ -41,12 +41,8 @@ class _Columns:
     def __getitem__(self, index: int) -> tuple[Any, Any]:
         if not 0 <= index < self._length:
             raise IndexError(f"{index} is not one of {self._length} rows")
-        return self._of(self._inputs, index), self._of(self._targets, index)
-
-    def _of(self, names: Names, index: int) -> Any:
-        if isinstance(names, str):
-            return np.asarray(self._columns[names][index])
-        return {name: np.asarray(self._columns[name][index]) for name in names}
+        row = {name: column[index] for name, column in self._columns.items()}
+        return _of(row, self._inputs), _of(row, self._targets)
 
 
 def shifted(labels: Any) -> Any:

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -216,10 +217,8 @@ class Cluster:
         self._tell(f"state {self._state_dir}")
 
     def _make_authority(self) -> list[str]:
-        """Return the master's flags for the cluster's authority, which is made if missing.
-
-        Raise CommandFailed.
-        """
+        """Return the master's flags for the cluster's authority, which is made if missing. Raise
+        CommandFailed."""
         if self._insecure:
             return ["--insecure"]
         from oobleck.cli.cluster.authority import ADMIN, have_issued, make_authority
@@ -283,10 +282,8 @@ class Cluster:
         return line.removeprefix("listening on ")
 
     def wait_until_ready(self) -> None:
-        """Wait until every live agent has registered.
-
-        Raise CommandFailed if the master dies, or after READY_TIMEOUT_S.
-        """
+        """Wait until every live agent has registered. Raise CommandFailed if the master dies, or
+        after READY_TIMEOUT_S."""
         from oobleck.cli.client import MasterClient, Unreachable
 
         live: set[str] = set()
@@ -319,18 +316,15 @@ class Cluster:
                 time.sleep(0.05)
         self._tell("ready")
 
-    def watch(self) -> None:
-        """Restart agents when they are due, and report deaths.
-
-        Raise CommandFailed when all are dead.
-        """
-        while True:
+    def watch(self, over: threading.Event) -> None:
+        """Restart agents when they are due, and report deaths, until it is `over`. Raise
+        CommandFailed when all are dead."""
+        while not over.wait(0.1):
             self._tell_deaths()
             for agent in self.agents:
                 if agent.due is not None and time.monotonic() >= agent.due:
                     agent.start()
                     self._tell(f"{agent.name} pid {agent.pid}")
-            time.sleep(0.1)
 
     def stop(self) -> None:
         """End all daemons."""

@@ -176,10 +176,8 @@ def _described(report: GpuReport) -> Finding:
 def run_check(
     name: str, command: Sequence[str], limit_s: float, environment: Mapping[str, str]
 ) -> Iterator[Finding]:
-    """Run a check and yield its findings.
-
-    If it failed or found nothing, yield one more about its end.
-    """
+    """Run a check and yield its findings. If it failed or found nothing, yield one more about its
+    end."""
     try:
         result = completed(command, limit_s, environment)
     except subprocess.TimeoutExpired:
@@ -254,10 +252,8 @@ def of_host(question: Question) -> Iterator[Finding]:
 
 
 def show(found: Iterator[Finding], form: Form) -> int:
-    """Print findings as they arrive, and their number; return the exit code.
-
-    Raise CommandFailed, and what `found` raises.
-    """
+    """Print findings as they arrive, and their number; return the exit code. Raise CommandFailed,
+    and what `found` raises."""
     began = time.monotonic()
     known = []
     for finding in found:
@@ -274,10 +270,8 @@ def show(found: Iterator[Finding], form: Form) -> int:
 
 
 def is_told(finding: Finding) -> bool:
-    """Return whether a narrow listing shows the finding.
-
-    Passed checks of nodes, of which there may be thousands, are only in a wide one.
-    """
+    """Return whether a narrow listing shows the finding. Passed checks of nodes, of which there may
+    be thousands, are only in a wide one."""
     return finding.level != "pass" or not finding.node
 
 

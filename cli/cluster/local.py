@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -177,7 +178,7 @@ def local(
         try:
             cluster.start(address, nodes, workers, memory // (nodes * workers), fault_plan)
             cluster.wait_until_ready()
-            cluster.watch()
+            cluster.watch(threading.Event())
         except KeyboardInterrupt:
             pass
         finally:

@@ -50,10 +50,8 @@ class Token:
 
 
 def default_folder(environment: Mapping[str, str] = os.environ) -> Path:
-    """Return the dashboard's folder in the user's XDG state directory.
-
-    Raise ValueError if this user has no home.
-    """
+    """Return the dashboard's folder in the user's XDG state directory. Raise ValueError if this
+    user has no home."""
     base = environment.get("XDG_STATE_HOME") or below_home("~/.local/state")
     return Path(base) / "oobleck" / "dashboard"
 
@@ -74,10 +72,8 @@ def read_key(folder: Path) -> bytes:
 
 
 def spend(folder: Path, token: Token, now: float) -> None:
-    """Use the token up, for every dashboard of this folder. `now`: Unix time.
-
-    Raise BadToken if it was used before, or if its use cannot be recorded.
-    """
+    """Use the token up, for every dashboard of this folder. `now`: Unix time. Raise BadToken if it
+    was used before, or if its use cannot be recorded."""
     spent = folder / _SPENT
     try:
         make_private(spent)

@@ -224,10 +224,8 @@ class Web:
         return session
 
     async def form(self, request: Request) -> tuple[Session, Mapping[str, str]]:
-        """Return the form's session and fields.
-
-        Raise Problem unless a page of the session sent it.
-        """
+        """Return the form's session and fields. Raise Problem unless a page of the session sent
+        it."""
         session = self.reader(request)
         self._check_origin(request)
         form = await _read_form(request)

@@ -299,10 +299,8 @@ def _checkpoints(
 def _newest(
     path: str, output: Path
 ) -> tuple[Folder, StoredCheckpoint, list[tuple[Folder, StoredCheckpoint]]]:
-    """Return the newest checkpoint with its folder, and the older ones.
-
-    Raise CommandFailed if there is none, or if a damaged one may be newer.
-    """
+    """Return the newest checkpoint with its folder, and the older ones. Raise CommandFailed if
+    there is none, or if a damaged one may be newer."""
     whole, damaged = _checkpoints(path)
     newest = whole[0][1].name if whole else ""
     if later := sorted(name for name in damaged if name > newest):

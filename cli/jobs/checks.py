@@ -33,19 +33,15 @@ def is_here(node: pb.NodeInfo) -> bool:
 
 
 def all_here(nodes: Sequence[pb.NodeInfo]) -> bool:
-    """Return whether all nodes are on this machine, and so share its files.
-
-    False if there are none.
-    """
+    """Return whether all nodes are on this machine, and so share its files. False if there are
+    none."""
     there = [node for node in nodes if node.state != "lost"]
     return bool(there) and all(map(is_here, there))
 
 
 def check_checkpoints(job: JobSpec) -> None:
-    """Check, for a cluster on this machine, that the job may begin with its checkpoints.
-
-    Raise CommandFailed.
-    """
+    """Check, for a cluster on this machine, that the job may begin with its checkpoints. Raise
+    CommandFailed."""
     spec = job.checkpoint
     if spec is None:
         return

@@ -153,10 +153,8 @@ def _range(first: int, last: int) -> str:
 
 
 def _layers(job: JobSpec) -> list[dict[str, Any]]:
-    """Return a record for each run of equal layers of a user's model.
-
-    Empty for other models, and if its layers are unknown.
-    """
+    """Return a record for each run of equal layers of a user's model. Empty for other models, and
+    if its layers are unknown."""
     model = job.model
     if not isinstance(model, OwnModelSpec) or not model.known:
         return []
@@ -242,10 +240,8 @@ def validate(job_files: tuple[Path, ...], overrides: tuple[str, ...]) -> int:
 
 
 def _readable(tree: Any) -> Any:
-    """Return the job's tree with arguments as mappings.
-
-    It omits keys that only a check of the user's code fills in.
-    """
+    """Return the job's tree with arguments as mappings. It omits keys that only a check of the
+    user's code fills in."""
     if not isinstance(tree, dict):
         return tree
     return {

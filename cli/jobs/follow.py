@@ -63,10 +63,8 @@ class Away:
         self._since, self._known = None, True
 
     def wait(self, unreachable: Unreachable) -> None:
-        """Sleep before the next attempt.
-
-        Raise `unreachable` if the master has never answered, or was away for too long.
-        """
+        """Sleep before the next attempt. Raise `unreachable` if the master has never answered, or
+        was away for too long."""
         now = time.monotonic()
         if not self._known or now - (self._since or now) >= self._patience_s:
             raise unreachable
@@ -95,10 +93,8 @@ def follow_events(
     answered: bool = False,
     tell: Callable[[str], None] = warn,
 ) -> Iterator[pb.EventRecord]:
-    """Yield all records of the job until it ends.
-
-    `answered`: this master has answered before. Raise CommandFailed.
-    """
+    """Yield all records of the job until it ends. `answered`: this master has answered before.
+    Raise CommandFailed."""
     told = 0
     away = Away(tell, answered=answered)
     for record in _resumed(away, lambda: master.events(job_id, follow=True)):
@@ -116,10 +112,8 @@ def follow_metrics(
     evaluations: bool = False,
     tell: Callable[[str], None] = warn,
 ) -> Iterator[str]:
-    """Yield the lines of the job's steps, or of its evaluations, until it ends.
-
-    The master has answered before. Raise CommandFailed.
-    """
+    """Yield the lines of the job's steps, or of its evaluations, until it ends. The master has
+    answered before. Raise CommandFailed."""
     step = from_step
 
     def ask() -> Iterator[str]:
@@ -167,10 +161,8 @@ def log_time(unix: float) -> str:
 def follow_logs(
     master: MasterClient, job_id: str, *, node: str | None, rank: int | None, behind: LogPosition
 ) -> Iterator[pb.LogLine]:
-    """Yield the workers' lines after `behind`, and new ones until the job ends.
-
-    The position is updated. Raise CommandFailed.
-    """
+    """Yield the workers' lines after `behind`, and new ones until the job ends. The position is
+    updated. Raise CommandFailed."""
 
     def ask() -> Iterator[pb.LogLine]:
         return master.logs(job_id, follow=True, node=node, rank=rank, since=behind.again())
@@ -181,10 +173,8 @@ def follow_logs(
 def follow_status(
     master: MasterClient, job_id: str, tell: Callable[[str], None], *, patience_s: float = AWAY_S
 ) -> Iterator[pb.JobStatus]:
-    """Yield each status of the job until it has ended. The master has answered before.
-
-    Raise CommandFailed.
-    """
+    """Yield each status of the job until it has ended. The master has answered before. Raise
+    CommandFailed."""
     away = Away(tell, answered=True, patience_s=patience_s)
     while True:  # a stream that ends early is asked for again
         for status in _resumed(away, lambda: master.watch(job_id)):

@@ -96,9 +96,7 @@ def _with_lost(
     records: Iterable[dict[str, Any]], job: Callable[[], pb.JobStatus], first: int
 ) -> Iterator[dict[str, Any]]:
     """Yield the records, with lost ones at their place: `lost` (first and last step) and `why`.
-
-    `job` asks the master for the job.
-    """
+    `job` asks the master for the job."""
     following = first
     for record in records:
         if record["step"] > following:

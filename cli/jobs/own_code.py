@@ -167,10 +167,8 @@ def look_at(job: JobSpec, *, always: bool = False) -> Found:
 
 
 def with_description(job: JobSpec) -> JobSpec:
-    """Return the job with its layers and its optimizer's state described.
-
-    Print problems; raise CommandFailed with the last one.
-    """
+    """Return the job with its layers and its optimizer's state described. Print problems; raise
+    CommandFailed with the last one."""
     found = look_at(job)
     for problem in found.problems:
         if problem.warning:

@@ -307,10 +307,8 @@ def _after(span_s: float) -> str:
 
 
 def _phases(record: dict[str, Any], room: int | None) -> Iterator[tuple[str, str]]:
-    """Yield a line of phase names over lines of seconds: each generation's, then the sums.
-
-    A single generation has only the sums.
-    """
+    """Yield a line of phase names over lines of seconds: each generation's, then the sums. A single
+    generation has only the sums."""
     phases: dict[str, float] = {
         name: s for name, s in record["phases"].items() if s or name not in _RARE
     }

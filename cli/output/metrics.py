@@ -46,10 +46,8 @@ def head(*, evaluations: bool, wide: bool = False) -> str:
 
 
 def row(record: Mapping[str, Any], *, evaluations: bool, wide: bool = False) -> str:
-    """Format a record, or a range of lost ones, as a line below `head`.
-
-    A wide line adds its time and the digest of its samples.
-    """
+    """Format a record, or a range of lost ones, as a line below `head`. A wide line adds its time
+    and the digest of its samples."""
     if "lost" in record:
         first, last = record["lost"]
         lost = pb.LostRecords(first_step=first, last_step=last)
@@ -105,10 +103,8 @@ _BLANK = 0x2800
 
 
 def plot(points: Sequence[tuple[int, float]], *, width: int, height: int = 12) -> str:
-    """Plot `points`, sorted by x, at least one.
-
-    The line passes through the mean of the points in each column of dots.
-    """
+    """Plot `points`, sorted by x, at least one. The line passes through the mean of the points in
+    each column of dots."""
     # Both labels are numbers of at most eleven characters.
     columns = max(2, width - 14)
     line = _line(points, 2 * columns)

@@ -116,10 +116,8 @@ def _stacked(heads: Sequence[str], cells: Sequence[Sequence[str]], width: int) -
 
 
 def grouped(widths: Sequence[int], room: int, room_below: int) -> list[list[int]]:
-    """Group columns of these widths: as many as fit side by side, then the next ones.
-
-    They are two spaces apart.
-    """
+    """Group columns of these widths: as many as fit side by side, then the next ones. They are two
+    spaces apart."""
     groups: list[list[int]] = [[]]
     used = 0
     for index, wide in enumerate(widths):
@@ -193,10 +191,8 @@ def is_terminal() -> bool:
 
 
 def wants_colour() -> bool:
-    """Return whether standard output shows colours; a non-empty NO_COLOR disables them.
-
-    See https://no-color.org.
-    """
+    """Return whether standard output shows colours; a non-empty NO_COLOR disables them. See
+    https://no-color.org."""
     return is_terminal() and not os.environ.get("NO_COLOR")
 
 

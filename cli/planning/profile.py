@@ -224,10 +224,8 @@ def _measure(connection: "MasterClient", job: JobSpec, *, patience_s: float) -> 
 
 
 def _await_profile(connection: "MasterClient", job_id: str, patience_s: float) -> str:
-    """Print the job's states until it has ended; return the profile.
-
-    An absent master is waited for.
-    """
+    """Print the job's states until it has ended; return the profile. An absent master is waited
+    for."""
     told = ""
     for status in follow_status(connection, job_id, _say, patience_s=patience_s):
         line = f"{status.state}: {status.reason}" if status.reason else status.state

@@ -136,10 +136,8 @@ def read_question(
 
 
 def from_profile(path: Path, flags: Flags) -> Question:
-    """Return the question for any stages that the profile allows.
-
-    Raise ValueError or CommandFailed.
-    """
+    """Return the question for any stages that the profile allows. Raise ValueError or
+    CommandFailed."""
     text = read_text(path, PROFILE_FILE)
     try:
         profile = parse_profile(text)
@@ -162,10 +160,8 @@ def from_profile(path: Path, flags: Flags) -> Question:
 
 
 def from_job(path: Path, overrides: Sequence[str], flags: Flags) -> Question:
-    """Return the question for a job, with `overrides`, as it would be trained.
-
-    Raise ValueError or CommandFailed.
-    """
+    """Return the question for a job, with `overrides`, as it would be trained. Raise ValueError or
+    CommandFailed."""
     from oobleck.planner.search.firstplan import on_usable_gpus
 
     given = {
@@ -236,10 +232,8 @@ def _speed(job: JobSpec, flags: Flags) -> Speed | None:
 
 
 def notes_of_times(flags: Flags, speed: Speed | None, *, measured: bool) -> tuple[str, ...]:
-    """Return notes on the basis of times and a missing speed.
-
-    Empty if times are measured or a speed is known.
-    """
+    """Return notes on the basis of times and a missing speed. Empty if times are measured or a
+    speed is known."""
     if measured or speed is not None:
         return ()
     return (_NOMINAL_TIMES,) if flags.gpu is None else (_NO_SPEED,)

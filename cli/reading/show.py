@@ -218,10 +218,8 @@ class _Moment(click.ParamType):  # type: ignore[type-arg]  # older releases are 
 
 
 def _latest(clock: str, now: datetime) -> datetime:
-    """Return when it was last that time of day, in local time: today or yesterday.
-
-    Raise ValueError.
-    """
+    """Return when it was last that time of day, in local time: today or yesterday. Raise
+    ValueError."""
     today = datetime.combine(now.date(), time_of_day.fromisoformat(clock))
     return today if today <= now else today - timedelta(days=1)
 

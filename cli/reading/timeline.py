@@ -159,10 +159,8 @@ def steps_table(trace: Mapping[str, Any], width: int | None = None) -> str:
 
 
 def _nested(spans: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, str, float]]:
-    """Yield depth (0: a step), name without number, and duration of one worker's spans.
-
-    The spans are adjacent or nested.
-    """
+    """Yield depth (0: a step), name without number, and duration of one worker's spans. The spans
+    are adjacent or nested."""
     ends: list[float] = []
     for span in sorted(spans, key=lambda span: (span["ts"], -span["dur"])):
         while ends and ends[-1] <= span["ts"]:

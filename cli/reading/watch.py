@@ -85,10 +85,8 @@ class Answer:
 def show(
     endpoint: Endpoint, ask: Callable[[MasterClient], Answer], form: Form, watch_s: float | None
 ) -> None:
-    """Print the answer; with `watch_s`, ask again after so many seconds, until the last one.
-
-    Raise CommandFailed.
-    """
+    """Print the answer; with `watch_s`, ask again after so many seconds, until the last one. Raise
+    CommandFailed."""
     with MasterClient(endpoint) as connection:
         if watch_s is None:
             answer = ask(connection)
@@ -140,10 +138,8 @@ def _answers(
     watch_s: float,
     tell: Callable[[str], None],
 ) -> Iterator[Answer]:
-    """Yield answers.
-
-    Raise Unreachable if the first call fails; wait without limit for later ones.
-    """
+    """Yield answers. Raise Unreachable if the first call fails; wait without limit for later
+    ones."""
     away = Away(tell, patience_s=math.inf)
     while True:
         due = time.monotonic() + watch_s
@@ -191,9 +187,7 @@ class LiveLine:
     @property
     def width(self) -> int | None:
         """Width of a line, one column less than the terminal, which may scroll after its last.
-
-        None: unlimited.
-        """
+        None: unlimited."""
         return shutil.get_terminal_size().columns - 1 if self._live else None
 
     def status(self, status: pb.JobStatus, now: float) -> None:

@@ -63,10 +63,8 @@ class Connection:
     async def call(
         self, action: str, *, script: tuple[str, str] = _REMOTE, **arguments: object
     ) -> dict[str, Any]:
-        """Run an action of a script in a package (default: `remote`); return its answer.
-
-        Raise HostFailed.
-        """
+        """Run an action of a script in a package (default: `remote`); return its answer. Raise
+        HostFailed."""
         access = self._access
         request = {"action": action, "directory": access.directory, **arguments}
         if access.run_as:
@@ -230,10 +228,8 @@ class Outcome:
 async def on_each(
     hosts: Sequence[Host], work: Work, *, parallel: int, as_json: bool
 ) -> list[Outcome]:
-    """Do the work on each host; return the outcomes in the hosts' order.
-
-    Without `as_json`, print each as it ends.
-    """
+    """Do the work on each host; return the outcomes in the hosts' order. Without `as_json`, print
+    each as it ends."""
     began = time.monotonic()
     turns = asyncio.Semaphore(parallel)
     width = max(len(host.name) for host in hosts)

@@ -113,10 +113,8 @@ class Place:
 
 
 def place(directory: str, run_as: str) -> Place:
-    """Return the place that a request names. Empty: the default folder, the default user.
-
-    Raise Refused.
-    """
+    """Return the place that a request names. Empty: the default folder, the default user. Raise
+    Refused."""
     if os.geteuid() == 0:
         folder = Path(directory or _OF_ROOT).expanduser().absolute()
         return Place(folder, folder / "state", run_as or _USER)
@@ -156,10 +154,8 @@ def main(request: dict[str, Any]) -> None:
 
 
 def look(at: Place, key: str, agent: dict[str, Any]) -> dict[str, Any]:
-    """Return the state of the host.
-
-    `key`: key of the wanted installation; `agent`: as for `start`.
-    """
+    """Return the state of the host. `key`: key of the wanted installation; `agent`: as for
+    `start`."""
     if importlib.util.find_spec("ensurepip") is None:
         raise Refused(
             f"{sys.executable} ({platform.python_version()}) cannot make a virtual environment; "
@@ -308,10 +304,8 @@ def install(
 
 @contextlib.contextmanager
 def _file(at: Place, text: str, *, for_agent: bool = False) -> Iterator[str]:
-    """Yield the path of a file with the text.
-
-    Only the user who logs in may read it or, with `for_agent`, the agent's user.
-    """
+    """Yield the path of a file with the text. Only the user who logs in may read it or, with
+    `for_agent`, the agent's user."""
     with tempfile.NamedTemporaryFile("w", dir=at.folder, suffix=".txt") as file:
         if for_agent and at.is_demoted:
             os.fchown(file.fileno(), at.account().pw_uid, -1)
@@ -446,10 +440,8 @@ def _record(at: Place, agent: dict[str, Any]) -> None:
 
 
 def stop(at: Place, now: bool, purge: bool) -> dict[str, Any]:
-    """End the agent and its descendants.
-
-    `now`: without moving its work off first. `purge`: remove all files of `up`.
-    """
+    """End the agent and its descendants. `now`: without moving its work off first. `purge`: remove
+    all files of `up`."""
     done = {"stopped": False, "purged": False}
     if not (at.folder / "lock").exists():
         return done
@@ -469,10 +461,8 @@ def stop(at: Place, now: bool, purge: bool) -> dict[str, Any]:
 
 
 def _stop(at: Place, *, now: bool) -> bool:
-    """Stop the agent, after its drain unless `now`; return whether it was running.
-
-    Raise Refused.
-    """
+    """Stop the agent, after its drain unless `now`; return whether it was running. Raise
+    Refused."""
     agent = _recorded(at)
     pid = _pid(agent)
     below = _below(pid) if pid else {}

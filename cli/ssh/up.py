@@ -167,10 +167,8 @@ class _Roll:
         self._nodes: dict[str, pb.NodeInfo] = {}
 
     async def pid_of(self, name: str) -> tuple[int, str]:
-        """Return process and host of the agent with a session as this node; 0: there is none.
-
-        Raise CommandFailed.
-        """
+        """Return process and host of the agent with a session as this node; 0: there is none. Raise
+        CommandFailed."""
         async with self._lock:
             if time.monotonic() - self._asked_at > _POLL_S:
                 found = await asyncio.to_thread(self.master.nodes)
@@ -359,10 +357,8 @@ class _Ending:
     purge: bool
 
     async def down(self, host: Host) -> list[str]:
-        """Stop the host's agent and, if asked, remove its folder; return what was done.
-
-        Raise HostFailed.
-        """
+        """Stop the host's agent and, if asked, remove its folder; return what was done. Raise
+        HostFailed."""
         from oobleck.cli.ssh.connection import connected
 
         async with connected(host, self.access) as there:

@@ -55,10 +55,8 @@ class Feed:
     def __init__(
         self, endpoint: Endpoint, job_id: str | None = None, *, every_s: float = EVERY_S
     ) -> None:
-        """Start. `job_id`: the job to show; None: the one that trains.
-
-        Raise CommandFailed if no master answers, or if it does not know the job.
-        """
+        """Start. `job_id`: the job to show; None: the one that trains. Raise CommandFailed if no
+        master answers, or if it does not know the job."""
         self._endpoint = endpoint
         self._wanted = job_id
         #: May also be used to change something.
@@ -103,10 +101,8 @@ class Feed:
         return view if job is None or self._shown is None else self._shown.add_to(view, job)
 
     def turn(self, by: int) -> None:
-        """Show the job submitted `by` jobs after the shown one; negative: before it.
-
-        The first and the last have no neighbour there.
-        """
+        """Show the job submitted `by` jobs after the shown one; negative: before it. The first and
+        the last have no neighbour there."""
         names = [job.job_id for job in self.look().jobs]
         if self._shown is not None and self._shown.job_id in names:
             at = names.index(self._shown.job_id) + by

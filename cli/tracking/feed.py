@@ -80,10 +80,8 @@ def claim(folder: Path, submitted_at: float) -> None:
 
 
 def open_locked(path: Path) -> BinaryIO:
-    """Open a file to read and append, locked against other processes. Make its folder.
-
-    Raise CommandFailed or OSError.
-    """
+    """Open a file to read and append, locked against other processes. Make its folder. Raise
+    CommandFailed or OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     file = open(path, "a+b")  # noqa: SIM115  # for as long as it is locked
     try:
@@ -126,10 +124,8 @@ class Item:
 def feed(
     master: MasterClient, job_id: str, since: Written, tell: Callable[[str], None]
 ) -> Iterator[Item | None]:
-    """Yield the items that are not written yet; None when no more are available now.
-
-    `tell`: reports that the master is away, or back. Raise CommandFailed.
-    """
+    """Yield the items that are not written yet; None when no more are available now. `tell`:
+    reports that the master is away, or back. Raise CommandFailed."""
     due = master.job(job_id).committed_step
     # Read before any step, so that old steps do not overtake them.
     early = [json.loads(event.json) for event in master.events(job_id, follow=False)]

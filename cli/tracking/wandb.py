@@ -63,10 +63,8 @@ class WandB:
                 self._run.log({"events": "\n".join(self._events)}, step=self._step)
 
     def flush(self) -> None:
-        """Do nothing: wandb's own process decides when to write.
-
-        The next start writes the run again.
-        """
+        """Do nothing: wandb's own process decides when to write. The next start writes the run
+        again."""
 
     def close(self) -> None:
         self._run.finish()

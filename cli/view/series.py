@@ -126,10 +126,8 @@ class Series:
         return [step.point() for step in self._recent]
 
     def goodput(self, until: float) -> float | None:
-        """Return the share of time until `until` (Unix time) spent in steps that were kept.
-
-        It equals the master's metric of that name. None: there is no step.
-        """
+        """Return the share of time until `until` (Unix time) spent in steps that were kept. It
+        equals the master's metric of that name. None: there is no step."""
         if self._since is None or until <= self._since:
             return None
         return min(1.0, self._trained_s / (until - self._since))

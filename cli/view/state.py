@@ -77,10 +77,8 @@ _MUST = 0
 
 
 def progress_line(status: pb.JobStatus, width: int | None = None) -> str:
-    """Return a line about the job's progress.
-
-    If it exceeds `width`, leave out the least important parts, then cut it.
-    """
+    """Return a line about the job's progress. If it exceeds `width`, leave out the least important
+    parts, then cut it."""
     parts = list(_parts(status))
     while width is not None and len(_line(parts)) > width and max(parts)[0] > _MUST:
         parts.remove(max(parts))

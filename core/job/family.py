@@ -258,10 +258,8 @@ class Family:
         return self.outside(layer == 0, name, tied)
 
     def native(self, config: Config) -> dict[str, Any]:
-        """Return only the keys that matter, under their own names and checked one by one.
-
-        Raises ConfigError for a key that is unknown, given twice, or of a wrong value.
-        """
+        """Return only the keys that matter, under their own names and checked one by one. Raises
+        ConfigError for a key that is unknown, given twice, or of a wrong value."""
         chosen: dict[str, Any] = {}
         for name, value in config.items():
             if name == "model_type":

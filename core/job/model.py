@@ -121,8 +121,7 @@ class AnyModel:
     @property
     def known(self) -> bool:
         """True where its layers are known; those of a user's model are known once it was
-        examined.
-        """
+        examined."""
         return True
 
 

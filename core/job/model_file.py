@@ -33,10 +33,7 @@ def _gpt2(layers: int, hidden: int, heads: int) -> Preset:
 
 def _gpt3(layers: int, hidden: int, heads: int) -> Preset:
     """Build a preset of Brown et al. 2020, table 2.1: GPT-2's layers (the paper's sparse attention
-    is left out).
-
-    Without dropout, since these models see each token less than once.
-    """
+    is left out). Without dropout, since these models see each token less than once."""
     base = _gpt2(layers, hidden, heads)
     no_dropout = {"embd_pdrop": 0.0, "resid_pdrop": 0.0, "attn_pdrop": 0.0}
     return Preset(kind="gpt2", config={**base.config, "n_positions": 2048, **no_dropout})
@@ -114,10 +111,8 @@ _NUMBERS = ("layers", "hidden", "heads", "vocabulary", "tied", "dropout")
 
 
 def expand_model(job: Document, read: ReadText | None) -> None:
-    """Resolve the preset or config of a job's model to `ModelSpec`'s keys.
-
-    Other mistakes are left to the general checks. Raises InvalidJob.
-    """
+    """Resolve the preset or config of a job's model to `ModelSpec`'s keys. Other mistakes are left
+    to the general checks. Raises InvalidJob."""
     model = job.tree.get("model") if isinstance(job.tree, dict) else None
     if isinstance(model, dict) and not any(key in model for key in OWN_KEYS):
         job.tree["model"] = _Model(job, model, read).expand()

@@ -16,10 +16,8 @@ HEAD = "(head)"
 
 
 def of_clocks(offsets: Mapping[str, float]) -> Iterator[Finding]:
-    """Report clocks that are wrong. `offsets`: of nodes' clocks to the head's, in seconds.
-
-    If most nodes agree and the head does not, the head's clock is the wrong one.
-    """
+    """Report clocks that are wrong. `offsets`: of nodes' clocks to the head's, in seconds. If most
+    nodes agree and the head does not, the head's clock is the wrong one."""
     if not offsets:
         return
     usual = statistics.median(offsets.values())

@@ -131,8 +131,7 @@ class Listener:
 
     def _echo(self) -> None:
         """Answer each datagram of a holder of the secret with its size; never with more bytes than
-        it had.
-        """
+        it had."""
         with contextlib.suppress(OSError):
             while not self._is_over():
                 self._udp.settimeout(1.0)
