@@ -15,7 +15,7 @@ import grpc
 from google.protobuf.message import Message
 
 from oobleck.core.codec import decode
-from oobleck.core.finding import Finding
+from oobleck.core.orders import Finding
 from oobleck.host.address import split_address
 from oobleck.host.command import DENIED, NO_SUCH_THING, UNREACHABLE, USAGE, CommandFailed
 from oobleck.host.ipc.endpoint import Endpoint, choose_endpoint

@@ -1,4 +1,4 @@
-"""Orders to a doctor's process and its answers, as data that the master forwards.
+"""Orders to a doctor's process, its answers and its findings, as data that the master forwards.
 
 Must not know how a host is examined, nor the conclusions.
 """
@@ -8,7 +8,31 @@ from typing import Literal
 
 import msgspec
 
-from oobleck.core.finding import Finding
+Level = Literal["pass", "slow", "warn", "fail"]
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True):
+    #: Name of the check.
+    check: str
+    #: slow: it works, but slowly; warn: it may fail later; fail: it does not work.
+    level: Level
+    what: str
+    #: Empty: there is nothing to fix.
+    fix: str = ""
+    #: Node of the finding; empty: this host.
+    node: str = ""
+    #: Other node of a finding between two; empty: it is about one.
+    other: str = ""
+    #: Measurements, by names with their unit.
+    figures: Mapping[str, float] = {}
+
+    def __str__(self) -> str:
+        where = f"{self.node} - {self.other}" if self.other else self.node
+        return (
+            f"{self.level.upper():4}  {where}{': ' if where else ''}{self.check}: {self.what}"
+            + (f"; {self.fix}" if self.fix else "")
+        )
+
 
 #: Uses of a folder.
 #: - checkpoints, output: the same on all nodes, and written;

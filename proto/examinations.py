@@ -4,8 +4,7 @@ from typing import get_args
 
 import msgspec
 
-from oobleck.core.finding import Finding, Level
-from oobleck.core.orders import Answer, Order
+from oobleck.core.orders import Answer, Finding, Level, Order
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto.bounds import check_bounds
 from oobleck.proto.checks import in_field, message_of, one_of, struct_of

@@ -14,9 +14,9 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from oobleck.core.finding import Finding
 from oobleck.core.job.model import ModelSpec
 from oobleck.core.job.spec import DataSpec, JobSpec, TrainingSpec
+from oobleck.core.orders import Finding
 from oobleck.core.units import format_bytes
 from oobleck.planner.profile.machine import GPUS, machine_of
 from oobleck.worker.data.objective import loss

@@ -25,7 +25,7 @@ import msgspec
 
 from bench.support.daemons import CHECKOUT
 from oobleck.cli.cluster.doctor import run_check
-from oobleck.core.finding import Finding
+from oobleck.core.orders import Finding
 from oobleck.host.gpu.devices import chosen_gpus, find_gpus, worker_environment
 from oobleck.host.system.process import completed, with_parent
 

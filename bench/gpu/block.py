@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch.nn.attention import SDPBackend
 
-from oobleck.core.finding import Finding
 from oobleck.core.job.model import ModelSpec
 from oobleck.core.job.spec import DataSpec, JobSpec, TrainingSpec
+from oobleck.core.orders import Finding
 from oobleck.core.profile import LayerProfile
 from oobleck.core.units import format_bytes
 from oobleck.planner.profile.estimate import flops_per_token

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 import oobleck.worker
-from oobleck.core.finding import Finding
 from oobleck.core.job.model import ModelSpec
 from oobleck.core.job.spec import DataSpec, JobSpec, Recompute, TrainingSpec
+from oobleck.core.orders import Finding
 from oobleck.core.units import format_bytes
 from oobleck.host.detection import Detection
 from oobleck.worker.doctor import tokens

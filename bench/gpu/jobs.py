@@ -17,9 +17,9 @@ import torch
 from bench.support.client import ClusterError, Record
 from bench.support.cluster import LocalCluster
 from bench.support.daemons import CHECKOUT
-from oobleck.core.finding import Finding
 from oobleck.core.ids import NodeName, WorkerId
 from oobleck.core.messages import FaultRule
+from oobleck.core.orders import Finding
 from oobleck.core.units import format_bytes
 from oobleck.worker.doctor import Plain, job_of, plain_step, tokens_per_s
 

@@ -28,7 +28,7 @@ from bench.gpu.communicators import (
 )
 from bench.gpu.engine import job_of
 from bench.gpu.pair import Task, is_shared, pair
-from oobleck.core.finding import Finding
+from oobleck.core.orders import Finding
 from oobleck.core.units import format_bytes
 from oobleck.planner.profile.machine import GPUS, machine_of
 from oobleck.planner.profile.memory import sum_bytes

@@ -18,8 +18,7 @@ from oobleck.cli import options
 from oobleck.cli.client import MasterClient
 from oobleck.cli.options import node_names
 from oobleck.cli.output.text import Form, document, is_data
-from oobleck.core.finding import Finding
-from oobleck.core.orders import About, Look, Looked, Place
+from oobleck.core.orders import About, Finding, Look, Looked, Place
 from oobleck.host.command import FAILED, UNREACHABLE, CommandFailed
 from oobleck.host.display import inline
 from oobleck.host.doctor import gpus as host_gpus

@@ -20,7 +20,7 @@ from mlflow import MlflowClient
 from mlflow.entities import Metric
 from mlflow.exceptions import MlflowException
 
-from oobleck.cli.tracking.feed import (
+from oobleck.cli.tracking.track import (
     Item,
     Written,
     evaluation_numbers,

@@ -16,7 +16,7 @@ from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2, tensor_
 from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from oobleck.cli.tracking.feed import (
+from oobleck.cli.tracking.track import (
     Item,
     Written,
     evaluation_numbers,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import wandb
 
-from oobleck.cli.tracking.feed import (
+from oobleck.cli.tracking.track import (
     Item,
     Written,
     evaluation_numbers,

@@ -17,13 +17,13 @@ from typing import TypeVar
 
 import msgspec
 
-from oobleck.core.finding import Finding
 from oobleck.core.orders import (
     About,
     Answer,
     Asked,
     Call,
     Done,
+    Finding,
     FindMarks,
     Hush,
     Listen,

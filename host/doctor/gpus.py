@@ -12,8 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from oobleck.core.finding import Finding, Level
-from oobleck.core.orders import About
+from oobleck.core.orders import About, Finding, Level
 from oobleck.core.units import format_bytes
 from oobleck.host.gpu.devices import driver_version, worker_environment
 from oobleck.host.gpu.health import hindrance, troubles

@@ -11,8 +11,7 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from oobleck.core.finding import Finding
-from oobleck.core.orders import About
+from oobleck.core.orders import About, Finding
 from oobleck.host.address import is_loopback, is_number, own_hostname, split_address
 
 #: Fewer ports than this are too few.

@@ -17,8 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from oobleck.core.finding import Finding, Level
-from oobleck.core.orders import MARK, Place, Seen
+from oobleck.core.orders import MARK, Finding, Level, Place, Seen
 from oobleck.core.units import format_bytes
 from oobleck.host.storage.folder import is_remote
 from oobleck.host.system.files import open_regular

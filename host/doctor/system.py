@@ -11,8 +11,7 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from oobleck.core.finding import Finding, Level
-from oobleck.core.orders import About
+from oobleck.core.orders import About, Finding, Level
 from oobleck.core.units import format_bytes
 from oobleck.host.system.memory import control_file, total_memory
 

@@ -4,8 +4,7 @@ folders. Pure."""
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 
-from oobleck.core.finding import Finding, Level
-from oobleck.core.orders import Looked, Seen
+from oobleck.core.orders import Finding, Level, Looked, Seen
 from oobleck.core.units import comma_separated
 from oobleck.host.versions import Versions, differences, series
 

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from oobleck.core.finding import Finding, Level
-from oobleck.core.orders import Way
+from oobleck.core.orders import Finding, Level, Way
 from oobleck.core.units import comma_separated, count
 
 # ---- rounds: each node is in one pair at a time

@@ -14,7 +14,6 @@ from functools import partial
 
 import msgspec
 
-from oobleck.core.finding import Finding, Level
 from oobleck.core.ids import NodeName
 from oobleck.core.job.spec import JobSpec
 from oobleck.core.orders import (
@@ -23,8 +22,10 @@ from oobleck.core.orders import (
     Answer,
     Call,
     Clock,
+    Finding,
     FindMarks,
     Hush,
+    Level,
     Listen,
     Listening,
     Look,

@@ -21,7 +21,7 @@ from bench.gpu.engine import (
     judge_want_of_memory,
     syncs,
 )
-from oobleck.core.finding import Finding
+from oobleck.core.orders import Finding
 from oobleck.worker.state.optimizer import learning_rate
 from oobleck.worker.step.stage import StageRunner
 

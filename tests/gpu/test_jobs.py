@@ -14,7 +14,7 @@ from bench.gpu.jobs import KILLS, judge_kills, judge_speed, judge_use, kills, sp
 from bench.gpu.pair import PAIR_S, own_host
 from bench.gpu.transport import WAYS
 from bench.support.daemons import CHECKOUT
-from oobleck.core.finding import Finding
+from oobleck.core.orders import Finding
 
 
 def level(found: Finding) -> str:

@@ -37,7 +37,7 @@ from bench.gpu.transport import (
     judge_recoveries,
     judge_replicas,
 )
-from oobleck.core.finding import Finding
+from oobleck.core.orders import Finding
 from oobleck.planner.profile.memory import sum_bytes
 from oobleck.worker.runtime.errors import HelperLost
 from support.fake_nccl import Fabric, RankOfFabric, raising

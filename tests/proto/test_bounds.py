@@ -17,10 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oobleck.agent.connection.outbox import _PART_CHARACTERS, BATCH
-from oobleck.core.finding import Finding
 from oobleck.core.ids import Incarnation, JobId, NodeName, WorkerId
 from oobleck.core.messages import Assign, Measure
-from oobleck.core.orders import Answer, Clock, Looked
+from oobleck.core.orders import Answer, Clock, Finding, Looked
 from oobleck.proto import bounds
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto.assignments import read_assignment

@@ -1,7 +1,7 @@
 """Checks of a GPU by torch that a CPU can stand for, and what is concluded from figures."""
 
 from oobleck.cli.cluster.doctor import ALONE, TOGETHER
-from oobleck.core.finding import Finding
+from oobleck.core.orders import Finding
 from oobleck.worker.doctor import (
     CHECKS,
     judge_memory,

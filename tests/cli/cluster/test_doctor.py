@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from oobleck.cli.cluster.doctor import run_check
-from oobleck.core.finding import Finding
+from oobleck.core.orders import Finding
 from oobleck.host.doctor.gpus import environment, health, locked_memory, shared_memory
 from oobleck.host.gpu.sample import GpuProcess, GpuSample, Sample, Xid
 from support.commands import refused, run

@@ -12,8 +12,8 @@ from mlflow.entities import Run, ViewType
 from mlflow.store.tracking import file_store
 from mlflow.store.tracking.file_store import FileStore
 
-from oobleck.cli.tracking.feed import Item, Written
 from oobleck.cli.tracking.mlflow import STORE, MLflow
+from oobleck.cli.tracking.track import Item, Written
 from oobleck.host.command import CommandFailed
 
 

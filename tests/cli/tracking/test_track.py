@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from oobleck.cli.tracking.feed import Item, Written, claim, evaluation_numbers
 from oobleck.cli.tracking.tensorboard import FILE, TensorBoard
+from oobleck.cli.tracking.track import Item, Written, claim, evaluation_numbers
 from oobleck.host.command import CommandFailed
 from support.commands import end, refused, run, start_agent, start_master
 from support.waiting import until

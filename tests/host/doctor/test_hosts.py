@@ -2,8 +2,7 @@
 
 from msgspec.structs import replace
 
-from oobleck.core.finding import Finding
-from oobleck.core.orders import About
+from oobleck.core.orders import About, Finding
 from oobleck.host.doctor import gpus, network, system
 from oobleck.host.doctor.network import Interface, Network, nccl_choice
 from oobleck.host.doctor.system import System

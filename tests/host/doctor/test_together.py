@@ -5,8 +5,7 @@ from collections.abc import Iterable, Iterator
 
 import pytest
 
-from oobleck.core.finding import Finding
-from oobleck.core.orders import Looked, Seen, Way
+from oobleck.core.orders import Finding, Looked, Seen, Way
 from oobleck.host.doctor import together, ways
 from oobleck.host.versions import Versions
 

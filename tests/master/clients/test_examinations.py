@@ -8,13 +8,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from oobleck.core.finding import Finding
 from oobleck.core.ids import Incarnation, JobId, NodeName
 from oobleck.core.orders import (
     Answer,
     Call,
     Clock,
     Done,
+    Finding,
     FindMarks,
     Hush,
     Listen,
