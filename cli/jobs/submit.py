@@ -1,18 +1,25 @@
 """Commands that change jobs: submit, cancel and adopt."""
 
+import json
 import secrets
+import shutil
 import sys
+import threading
+import time
 from pathlib import Path
+from typing import TextIO
 
 import click
 
 from oobleck.cli.client import MasterClient
 from oobleck.cli.jobs.checkpoint import take
 from oobleck.cli.jobs.checks import all_here, check_checkpoints, check_inputs
+from oobleck.cli.jobs.follow import follow_events, follow_status, ignore, merged
 from oobleck.cli.jobs.job_file import read_job, read_profile
 from oobleck.cli.jobs.own_code import sent_text, tell
 from oobleck.cli.options import job_argument, master_option, set_option
-from oobleck.cli.reading.watch import follow
+from oobleck.cli.output.events import event_line
+from oobleck.cli.output.text import ENDED, progress_line
 from oobleck.core.job.spec import JobSpec
 from oobleck.host.command import FAILED, NO_OUTPUT, CommandFailed, OutputFailed
 from oobleck.host.display import inline
@@ -139,3 +146,90 @@ def _save(connection: MasterClient, job_id: str) -> None:
         raise CommandFailed(
             f"{text} out --checkpoint to cancel it without one", error.exit_code
         ) from error
+
+
+# ---- a live line of progress, with events above it
+
+
+#: Interval of lines if the output is not a terminal.
+LINE_EVERY_S = 1.0
+
+
+class LiveLine:
+    """Writer of progress: one live line on a terminal, else a line per second or change."""
+
+    def __init__(self, out: TextIO) -> None:
+        self._out = out
+        self._live = out.isatty()
+        self._drawn = ""
+        self._state = ""
+        self._printed_at = float("-inf")
+        #: Threads that follow other streams print lines above.
+        self._lock = threading.Lock()
+
+    @property
+    def width(self) -> int | None:
+        """Width of a line, one column less than the terminal, which may scroll after its last.
+        None: unlimited."""
+        return shutil.get_terminal_size().columns - 1 if self._live else None
+
+    def status(self, status: pb.JobStatus, now: float) -> None:
+        line = progress_line(status, self.width)
+        state = f"{status.state} {status.generation} {status.reason}"
+        with self._lock:
+            if self._live:
+                self._rewrite(line)
+            elif line != self._drawn and (
+                state != self._state or now - self._printed_at >= LINE_EVERY_S
+            ):
+                self._print(line)
+                self._printed_at = now
+                self._drawn = line
+            self._state = state
+
+    def above(self, line: str) -> None:
+        """Print a permanent line above the live line."""
+        with self._lock:
+            if not self._live:
+                self._print(line)
+                return
+            drawn = self._drawn
+            self._rewrite("")
+            self._print(line)
+            self._rewrite(drawn)
+
+    def finish(self) -> None:
+        if self._live and self._drawn:
+            self._print("")
+
+    def _print(self, line: str) -> None:
+        self._out.write(line + "\n")
+        self._out.flush()
+
+    def _rewrite(self, line: str) -> None:
+        self._out.write("\r\x1b[K" + line[: self.width])
+        self._out.flush()
+        self._drawn = line
+
+
+def follow(master: MasterClient, job_id: str, out: TextIO = sys.stdout) -> pb.JobStatus:
+    """Show progress until the job has ended; return its last status."""
+    progress = LiveLine(out)
+    last = pb.JobStatus()
+    statuses = follow_status(master, job_id, progress.above)
+    # The stream of statuses reports an absence of the master.
+    events = follow_events(master, job_id, answered=True, tell=ignore)
+    try:
+        for item in merged({"status": statuses, "event": events}):
+            match item:
+                case ("status", pb.JobStatus() as last) if last.state not in ENDED:
+                    progress.status(last, time.monotonic())
+                case ("event", pb.EventRecord(json=record)):
+                    progress.above(event_line(json.loads(record), progress.width))
+                case _:
+                    pass
+        # The final state is drawn below all events, which may arrive after it.
+        progress.status(last, time.monotonic())
+        return last
+    finally:
+        progress.finish()

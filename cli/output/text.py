@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from google.protobuf.message import Message
 
-from oobleck.cli.output.table import Column, folded, listing, table
+from oobleck.cli.output.table import Column, cut, folded, listing, table
 from oobleck.core.units import count, format_bytes
 from oobleck.host.display import inline
 from oobleck.host.versions import Versions, described, differences
@@ -381,6 +381,54 @@ def holders(stage: pb.Stage) -> str:
     node = stage.workers[0].node
     slots = ",".join(str(worker.slot) for worker in stage.workers)
     return node if slots == "0" else f"{node}/{slots}"
+
+
+# ---- a job's progress in a line
+
+
+#: Rank of a part that is never left out.
+_MUST = 0
+
+
+def progress_line(status: pb.JobStatus, width: int | None = None) -> str:
+    """Return a line about the job's progress. If it exceeds `width`, leave out the least important
+    parts, then cut it."""
+    parts = list(_parts(status))
+    while width is not None and len(_line(parts)) > width and max(parts)[0] > _MUST:
+        parts.remove(max(parts))
+    line = _line(parts)
+    return line if width is None else cut(line, width)
+
+
+def _parts(status: pb.JobStatus) -> Iterator[tuple[int, str]]:
+    """Yield parts in the line's order, each with a rank: the highest rank is left out first."""
+    yield _MUST, inline(status.state)
+    yield _MUST, f"step {status.committed_step}/{status.steps}"
+    if again := redoing(status):
+        yield _MUST, again
+    if status.HasField("loss"):
+        yield 2, f"loss {status.loss:.4f}"
+    if status.skipped_steps:
+        yield 5, f"{status.skipped_steps} skipped"
+    if status.HasField("evaluation"):
+        yield 4, f"held out {evaluation(status.evaluation)}"
+    if status.tokens_per_s:
+        yield 3, f"{status.tokens_per_s:,.0f} tokens/s"
+    if still := last_step(status, "last step "):
+        yield 3, still
+    if status.HasField("plan"):
+        nodes = sum(len(pipeline.nodes) for pipeline in status.plan.pipelines)
+        shape = " + ".join(str(len(pipeline.nodes)) for pipeline in status.plan.pipelines)
+        yield 6, f"{count(nodes, 'node')} ({shape})"
+        yield 7, f"generation {status.generation}"
+    if status.eta_s and status.state not in ENDED:
+        yield 1, f"{about(status.eta_s)} to go"
+    if status.reason:
+        yield _MUST, f"({inline(status.reason)})"
+
+
+def _line(parts: Iterable[tuple[int, str]]) -> str:
+    return "  ".join(part for _, part in parts)
 
 
 # ---- forms of a command's output

@@ -19,7 +19,7 @@ from textual.strip import Strip
 from oobleck.cli.output.events import how_it_ended
 from oobleck.cli.output.metrics import plot
 from oobleck.cli.output.table import Tone, cut, tone
-from oobleck.cli.output.text import about
+from oobleck.cli.output.text import about, progress_line
 from oobleck.cli.top.feed import View
 from oobleck.cli.view.feeds import Trouble
 from oobleck.cli.view.series import Point
@@ -31,7 +31,6 @@ from oobleck.cli.view.state import (
     open_incident,
     plan_rows,
     progress,
-    progress_line,
 )
 from oobleck.core.units import count
 from oobleck.host.display import inline

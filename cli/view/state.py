@@ -2,13 +2,12 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from oobleck.cli.output import text
-from oobleck.cli.output.table import ORDER, Tone, cut, tone, worst
+from oobleck.cli.output.table import ORDER, Tone, tone, worst
 from oobleck.core.units import count
-from oobleck.host.display import inline
 from oobleck.proto import control_pb2 as pb
 
 # ---- progress of a job, in words and as a share of the whole
@@ -70,51 +69,6 @@ def _checkpoint(job: pb.JobStatus) -> str:
         return "none yet" if job.checkpoint_path else ""
     age = f", {text.ago(job.checkpoint_at)}" if job.checkpoint_at else ""
     return f"step {job.checkpoint_step}{age}"
-
-
-#: Rank of a part that is never left out.
-_MUST = 0
-
-
-def progress_line(status: pb.JobStatus, width: int | None = None) -> str:
-    """Return a line about the job's progress. If it exceeds `width`, leave out the least important
-    parts, then cut it."""
-    parts = list(_parts(status))
-    while width is not None and len(_line(parts)) > width and max(parts)[0] > _MUST:
-        parts.remove(max(parts))
-    line = _line(parts)
-    return line if width is None else cut(line, width)
-
-
-def _parts(status: pb.JobStatus) -> Iterator[tuple[int, str]]:
-    """Yield parts in the line's order, each with a rank: the highest rank is left out first."""
-    yield _MUST, inline(status.state)
-    yield _MUST, f"step {status.committed_step}/{status.steps}"
-    if again := text.redoing(status):
-        yield _MUST, again
-    if status.HasField("loss"):
-        yield 2, f"loss {status.loss:.4f}"
-    if status.skipped_steps:
-        yield 5, f"{status.skipped_steps} skipped"
-    if status.HasField("evaluation"):
-        yield 4, f"held out {text.evaluation(status.evaluation)}"
-    if status.tokens_per_s:
-        yield 3, f"{status.tokens_per_s:,.0f} tokens/s"
-    if still := text.last_step(status, "last step "):
-        yield 3, still
-    if status.HasField("plan"):
-        nodes = sum(len(pipeline.nodes) for pipeline in status.plan.pipelines)
-        shape = " + ".join(str(len(pipeline.nodes)) for pipeline in status.plan.pipelines)
-        yield 6, f"{count(nodes, 'node')} ({shape})"
-        yield 7, f"generation {status.generation}"
-    if status.eta_s and status.state not in text.ENDED:
-        yield 1, f"{text.about(status.eta_s)} to go"
-    if status.reason:
-        yield _MUST, f"({inline(status.reason)})"
-
-
-def _line(parts: Iterable[tuple[int, str]]) -> str:
-    return "  ".join(part for _, part in parts)
 
 
 # ---- nodes and jobs of a cluster

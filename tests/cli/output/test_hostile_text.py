@@ -15,8 +15,8 @@ from google.protobuf.message import Message
 from oobleck.cli.main import oobleck
 from oobleck.cli.output import text
 from oobleck.cli.output.events import event_line, incident_block
+from oobleck.cli.output.text import progress_line
 from oobleck.cli.reading.show import logs as logs_command
-from oobleck.cli.view.state import progress_line
 from oobleck.core.checkpoint import LayerFile, Manifest, format_manifest, layer_file
 from oobleck.core.job.model import ModelSpec
 from oobleck.core.job.spec import TrainingSpec

@@ -5,10 +5,10 @@ import time
 
 import pytest
 
+from oobleck.cli.jobs.submit import LiveLine
 from oobleck.cli.output import text
 from oobleck.cli.output.events import event_line
-from oobleck.cli.reading.watch import LiveLine
-from oobleck.cli.view.state import progress_line
+from oobleck.cli.output.text import progress_line
 from oobleck.proto import control_pb2 as pb
 
 
