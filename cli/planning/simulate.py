@@ -9,24 +9,19 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
-from oobleck.cli.jobs.job_file import TextFile, read_text
 from oobleck.cli.options import Seconds, form_options, set_option
-from oobleck.cli.output.table import folded, table, terminal_width
-from oobleck.cli.output.text import Form, document, is_data
 from oobleck.cli.planning.question import (
     Flags,
     Question,
     question_options,
     read_question,
 )
-from oobleck.core.errors import PlanInfeasible
 from oobleck.core.job.spec import RecoveryPolicy
 from oobleck.core.profile import MOST_NODES
-from oobleck.core.units import format_bytes
 from oobleck.host.command import USAGE, CommandFailed
-from oobleck.host.display import printable
 
 if TYPE_CHECKING:
+    from oobleck.cli.output.text import Form
     from oobleck.planner.simulate.compare import Comparison
     from oobleck.planner.simulate.costs import Costs
     from oobleck.planner.simulate.replay import Setting
@@ -109,10 +104,12 @@ def simulate(
     costs_file: Path | None,
     until: float | None,
     price: float | None,
-    form: Form,
+    form: "Form",
     **flags: Any,
 ) -> None:
     """Replay a trace of failures for JOB.yaml, or for a profile, and compare recovery policies."""
+    from oobleck.cli.output.table import terminal_width
+    from oobleck.cli.output.text import document, is_data
     from oobleck.planner.simulate.costs import data as costs_data
 
     if make is not None:
@@ -165,6 +162,7 @@ def _chosen(text: str) -> Sequence[RecoveryPolicy]:
 
 
 def _trace(path: Path) -> "Trace":
+    from oobleck.cli.jobs.job_file import TextFile, read_text
     from oobleck.planner.simulate.trace import parse_trace
 
     wanted = TextFile(
@@ -178,6 +176,7 @@ def _trace(path: Path) -> "Trace":
 
 
 def _costs(path: Path | None) -> "Costs":
+    from oobleck.cli.jobs.job_file import TextFile, read_text
     from oobleck.planner.simulate.costs import Costs, parse_costs
 
     if path is None:
@@ -198,6 +197,7 @@ def _setting(
     nodes: int,
     until_s: float | None,
 ) -> "Setting":
+    from oobleck.core.errors import PlanInfeasible
     from oobleck.planner.recovery.terms import Terms
     from oobleck.planner.search.firstplan import node_specification
     from oobleck.planner.simulate.compare import set_up
@@ -269,6 +269,9 @@ def _progress(until_s: float) -> tuple[Callable[[str, float], None], Callable[[]
 
 def simulation_text(data: dict[str, Any], width: int | None = None) -> str:
     """Return the table of policies, the bounds, and why policies could not go on."""
+    from oobleck.cli.output.table import folded, table
+    from oobleck.host.display import printable
+
     policies, bounds = data["policies"], data["bounds"]
     priced = any("cost" in each for each in policies.values())
     heads = [
@@ -297,6 +300,8 @@ def simulation_text(data: dict[str, Any], width: int | None = None) -> str:
 
 
 def _row(name: str, each: dict[str, Any]) -> list[object]:
+    from oobleck.core.units import format_bytes
+
     wall_s = each["wall_s"]
 
     def share(part_s: float) -> str:
