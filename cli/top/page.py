@@ -16,14 +16,14 @@ from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.screen import ModalScreen
-from textual.widgets import Footer, Static
+from textual.widgets import Footer, OptionList, Static
 
 from oobleck.cli.output import text
 from oobleck.cli.output.events import incident_block
 from oobleck.cli.output.text import ENDED
 from oobleck.cli.top import panes
 from oobleck.cli.top.feed import Feed, View
-from oobleck.cli.top.panes import Choices, Rows
+from oobleck.cli.top.panes import Rows
 from oobleck.cli.view.state import Cluster, cluster
 from oobleck.core.units import count
 from oobleck.host.command import CommandFailed
@@ -132,8 +132,8 @@ class Page(App[int]):
         self._lines = {name: Static(id=name, markup=False) for name in names}
         #: Current text of each.
         self._shown: dict[str, Text] = {}
-        self.nodes = Choices(id="nodes", title="nodes")
-        self.incidents = Choices(id="incidents", title="incidents")
+        self.nodes = Rows(id="nodes", title="nodes")
+        self.incidents = Rows(id="incidents", title="incidents")
         self._lists = {
             "incidents": self.incidents,
             "pipelines": Rows(id="pipelines", title="plan"),
@@ -190,8 +190,8 @@ class Page(App[int]):
         self._write("prospects", second)
         if time.monotonic() - self._said_at > _SAID_S:
             self._write("said", ())
-        self.nodes.show_named(panes.nodes(self._cluster.nodes, self.nodes.size.width))
-        self.incidents.show_named(panes.incidents(view, self.incidents.size.width))
+        self.nodes.show(panes.nodes(self._cluster.nodes, self.nodes.size.width))
+        self.incidents.show(panes.incidents(view, self.incidents.size.width))
         for name, make in (
             ("pipelines", panes.pipelines),
             ("events", panes.events),
@@ -199,7 +199,7 @@ class Page(App[int]):
         ):
             pane = self._lists[name]
             if pane.display:
-                pane.show(make(view, pane.size.width))
+                pane.show([("", row) for row in make(view, pane.size.width)])
         self._draw_losses()
 
     def _draw_losses(self) -> None:
@@ -273,18 +273,18 @@ class Page(App[int]):
             self._say("no node is selected")
         return self.nodes.chosen
 
-    @on(Choices.Opened, "#nodes")
-    async def _open_node(self, opened: Choices.Opened) -> None:
-        found = next((node for node in self._view.nodes if node.node == opened.name), None)
-        if found is not None:
-            await self.push_screen(Details(f"node {inline(opened.name)}", text.node_text(found)))
+    @on(OptionList.OptionSelected, "#nodes")
+    async def _open_node(self) -> None:
+        for node in self._view.nodes:
+            if node.node == self.nodes.chosen:
+                await self.push_screen(Details(f"node {inline(node.node)}", text.node_text(node)))
 
-    @on(Choices.Opened, "#incidents")
-    async def _open_incident(self, opened: Choices.Opened) -> None:
+    @on(OptionList.OptionSelected, "#incidents")
+    async def _open_incident(self) -> None:
         for number, record in self._view.history.incidents.items():
-            if str(number) == opened.name:
+            if str(number) == self.incidents.chosen:
                 block = incident_block(dict(record), width=max(40, self.size.width - 6))
-                await self.push_screen(Details(f"incident {opened.name}", block))
+                await self.push_screen(Details(f"incident {number}", block))
                 return
         self._say("its details are shown once it is closed")
 
