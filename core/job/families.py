@@ -23,10 +23,6 @@ from oobleck.core.job.family import (
 # ---- GPT-2, and the GPT-3 sizes, as transformers defines `GPT2LMHeadModel`
 
 
-def _gpt2_check(config: Config) -> None:
-    del config  # every combination of single values works
-
-
 def _gpt2_count(config: Config, length: int) -> Counts:
     hidden, vocabulary = config["n_embd"], config["vocab_size"]
     inner = config["n_inner"] or 4 * hidden
@@ -49,10 +45,6 @@ def _gpt2_count(config: Config, length: int) -> Counts:
             kept=2 * hidden + vocabulary,
         ),
     )
-
-
-def _gpt2_outside(embedding: bool, name: str, tied: bool) -> str:
-    return name if name.startswith("lm_head.") else f"transformer.{name}"
 
 
 GPT2 = Family(
@@ -92,10 +84,8 @@ GPT2 = Family(
         "positions": "n_positions",
     },
     dropouts=("embd_pdrop", "resid_pdrop", "attn_pdrop"),
-    check=_gpt2_check,
     count=_gpt2_count,
     blocks="transformer.h",
-    outside=_gpt2_outside,
 )
 
 
@@ -173,10 +163,6 @@ def _llama_count(config: Config, length: int) -> Counts:
     )
 
 
-def _llama_outside(embedding: bool, name: str, tied: bool) -> str:
-    return name if name.startswith("lm_head.") else f"model.{name}"
-
-
 LLAMA = Family(
     kind="llama",
     architecture="LlamaForCausalLM",
@@ -216,7 +202,6 @@ LLAMA = Family(
     check=_llama_check,
     count=_llama_count,
     blocks="model.layers",
-    outside=_llama_outside,
 )
 
 

@@ -235,15 +235,15 @@ class Family:
     #: `ModelSpec`'s names to keys; `positions` is the largest sequence length.
     names: Mapping[str, str]
     dropouts: tuple[str, ...]
-    #: Raises ConfigError where the values of a complete config contradict each other.
-    check: Callable[[Config], None]
     #: Called with a complete config and the sequence length.
     count: Callable[[Config, int], Counts]
     #: Name in transformers of the list of blocks.
     blocks: str
+    #: Raises ConfigError where the values of a complete config contradict each other.
+    check: Callable[[Config], None] | None = None
     #: Name in transformers of a parameter of the embedding (True) or of the head. Called with our
-    #: name, and whether the head shares the embedding's weight.
-    outside: Callable[[bool, str, bool], str]
+    #: name, and whether the head shares the embedding's weight. None: the name in the base model.
+    outside: Callable[[bool, str, bool], str] | None = None
 
     @property
     def base_prefix(self) -> str:
@@ -255,7 +255,9 @@ class Family:
         inner = name.removeprefix("block.")
         if inner != name:
             return f"{self.blocks}.{layer - 1}.{inner}"
-        return self.outside(layer == 0, name, tied)
+        if self.outside is not None:
+            return self.outside(layer == 0, name, tied)
+        return name if name.startswith("lm_head.") else f"{self.base_prefix}{name}"
 
     def native(self, config: Config) -> dict[str, Any]:
         """Return only the keys that matter, under their own names and checked one by one. Raises
@@ -298,7 +300,8 @@ class Family:
         for name in self.dropouts:
             if not full[name] < 1.0:
                 raise ConfigError(name, f"{full[name]} is not in [0, 1)")
-        self.check(full)
+        if self.check is not None:
+            self.check(full)
         return full
 
     def numbers(self, config: Config) -> Numbers:
