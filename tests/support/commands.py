@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal
 
 from bench.support.ports import choose_address
 from support.forked import Forked, run_forked
@@ -73,16 +74,10 @@ def start_master(
 
 def start_agent(
     master: str, name: str, workers: int = 1, *, errors: int = subprocess.DEVNULL
-) -> subprocess.Popen[str]:
-    """Start the real agent, whose workers only pretend to train."""
-    here = Path(__file__).parent
-    return subprocess.Popen(
-        [sys.executable, str(here / "standin_agent.py"), master, name, str(workers)],
-        env={**os.environ, "PYTHONPATH": str(here.parent)},
-        stderr=errors,
-        text=True,
-        start_new_session=True,
-    )
+) -> Forked:
+    """Start the real agent, whose workers only pretend to train. `errors`: PIPE or DEVNULL."""
+    read: Literal["stderr", ""] = "stderr" if errors == subprocess.PIPE else ""
+    return Forked("standin-agent", master, name, str(workers), read=read)
 
 
 def end(process: subprocess.Popen[str] | Forked) -> None:

@@ -18,6 +18,7 @@ from functools import cache
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
+from typing import Literal, TextIO
 
 import pytest
 
@@ -28,6 +29,7 @@ _MAIN = {
     "oobleck": "oobleck.cli.main",
     "oobleck-master": "oobleck.master.__main__",
     "oobleck-agent": "oobleck.agent.__main__",
+    "standin-agent": "support.standin_agent",
 }
 
 
@@ -35,7 +37,9 @@ _MAIN = {
 def _server() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     verbs = [where.partition(":")[0] for where, _ in COMMANDS.values()]
-    context.set_forkserver_preload([*_MAIN.values(), *verbs])
+    # Its modules are those of the agent, and its folder is not on the server's path.
+    programs = [module for program, module in _MAIN.items() if program != "standin-agent"]
+    context.set_forkserver_preload([*programs, *verbs])
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GRPC_VERBOSITY", "NONE")  # as `main` does before gRPC is loaded
         forkserver.ensure_running()
@@ -66,28 +70,33 @@ def _main(
 class Forked:
     """A program that goes on; what tests use of `subprocess.Popen`."""
 
-    def __init__(self, program: str, *arguments: str, errors: Path | None = None) -> None:
-        """`errors`: the file to which what it writes to standard error is added; None: nowhere."""
+    def __init__(
+        self,
+        program: str,
+        *arguments: str,
+        errors: Path | None = None,
+        read: Literal["stdout", "stderr", ""] = "stdout",
+    ) -> None:
+        """`errors`: the file to which what it writes to standard error is added; None: nowhere.
+        `read`: the file of its two that is a pipe to this process; empty: none."""
+        #: Its standard output and error, where they are read here.
+        self.stdout: TextIO | None = None
+        self.stderr: TextIO | None = None
         with tempfile.TemporaryDirectory() as folder:
-            output = os.path.join(folder, "output")
-            os.mkfifo(output)
+            pipe = os.path.join(folder, "pipe")
+            os.mkfifo(pipe)
+            output = pipe if read == "stdout" else os.devnull
+            error = pipe if read == "stderr" else str(errors or os.devnull)
             self._process = _server().Process(
                 target=_main,
-                args=(
-                    program,
-                    arguments,
-                    os.getcwd(),
-                    dict(os.environ),
-                    (output, str(errors or os.devnull)),
-                ),
+                args=(program, arguments, os.getcwd(), dict(os.environ), (output, error)),
                 daemon=True,  # ends with the tests, whatever they forget
             )
             if errors is not None:
                 errors.touch()
             self._process.start()
-            #: Its standard output.
-            self.stdout = open(output)  # noqa: SIM115  # waits until the process has it too
-        self.stderr = None
+            if read:  # waits until the process has it open too
+                setattr(self, read, open(pipe))  # noqa: SIM115
         assert self._process.pid is not None, "it was started"
         self.pid = self._process.pid
 

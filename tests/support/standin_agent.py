@@ -1,4 +1,4 @@
-"""The real agent, but with the stand-in warm process: `standin_agent.py MASTER NAME WORKERS`.
+"""The real agent, but with the stand-in warm process. Its arguments: MASTER NAME WORKERS.
 
 GPU_SAMPLES: a file with what NVML says of the GPUs that it has then. HEALTH_LISTEN: as the flag.
 """
@@ -6,7 +6,7 @@ GPU_SAMPLES: a file with what NVML says of the GPUs that it has then. HEALTH_LIS
 import asyncio
 import os
 import sys
-from pathlib import Path
+from typing import NoReturn
 
 from oobleck.agent.__main__ import serve
 from oobleck.agent.config import AgentConfig
@@ -15,8 +15,10 @@ from oobleck.core.ids import NodeName, WorkerId
 from oobleck.core.messages import FaultRule
 from oobleck.host import log
 from oobleck.host.gpu.devices import Gpu
+from support.folders import SUPPORT
 
-if __name__ == "__main__":
+
+def main() -> NoReturn:
     master, name, workers = sys.argv[1:]
     node = NodeName(name)
     log.configure()
@@ -35,8 +37,8 @@ if __name__ == "__main__":
             FaultRule(worker=WorkerId(node, 0), point="before:Forward", step=3),
             FaultRule(worker=WorkerId(node, 0), point="before:Forward", step=1000),
         ),
-        warm_command=(sys.executable, str(Path(__file__).parent / "standin_warm.py")),
-        environment=dict(os.environ),
+        warm_command=(sys.executable, str(SUPPORT / "standin_warm.py")),
+        environment={**os.environ, "PYTHONPATH": str(SUPPORT.parent)},
         watch_command=("cat", samples) if samples else (),
     )
     holder = Holder(master=master, folder=None, credentials=None)

@@ -1,20 +1,25 @@
-"""`oobleck track --to mlflow`: the run that MLflow reads, wherever writing ended."""
+"""`oobleck track --to mlflow`: the run that MLflow reads, wherever writing ended.
+
+MLflow is loaded where it is used: that takes two seconds of a core, of each process that collects
+these tests.
+"""
 
 from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import pytest
-from mlflow import MlflowClient
-from mlflow.entities import Run, ViewType
-from mlflow.store.tracking import file_store
-from mlflow.store.tracking.file_store import FileStore
 
-from oobleck.cli.tracking.mlflow import STORE, MLflow
 from oobleck.cli.tracking.track import Item, Written
 from oobleck.host.command import CommandFailed
+
+if TYPE_CHECKING:
+    from mlflow.entities import Run
+    from mlflow.store.tracking.file_store import FileStore
+
+    from oobleck.cli.tracking.mlflow import MLflow
 
 
 def step(number: int, loss: float | None = 0.5) -> Item:
@@ -54,8 +59,14 @@ def behind(items: list[Item], at: Written) -> Iterator[Item]:
             yield item
 
 
+def writer(folder: Path) -> "MLflow":
+    from oobleck.cli.tracking.mlflow import MLflow
+
+    return MLflow(folder, "a.b-1")
+
+
 def write(folder: Path, items: list[Item]) -> None:
-    tracker = MLflow(folder, "a.b-1")
+    tracker = writer(folder)
     try:
         for item in behind(items, tracker.written):
             tracker.write(item)
@@ -65,9 +76,12 @@ def write(folder: Path, items: list[Item]) -> None:
         tracker.close()
 
 
-def found(folder: Path) -> tuple[FileStore, Run]:
+def found(folder: Path) -> "tuple[FileStore, Run]":
     """The one run that there is, as MLflow reads it."""
-    store = FileStore(str(folder / STORE))
+    from mlflow.entities import ViewType
+    from mlflow.store.tracking.file_store import FileStore
+
+    store = FileStore(str(folder / "mlflow"))
     (experiment,) = store.search_experiments(filter_string="name = 'a.b'")
     (run,) = store.search_runs([experiment.experiment_id], "", ViewType.ACTIVE_ONLY)
     return store, run
@@ -122,6 +136,9 @@ def test_a_writer_that_dies_between_any_two_calls_and_numbers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int
 ) -> None:
     """`steps`: of the client's calls, or of the store's lines within them."""
+    from mlflow import MlflowClient
+    from mlflow.store.tracking import file_store
+
     write(tmp_path / "whole", ITEMS)
     left = 10**6
 
@@ -164,10 +181,10 @@ def test_a_run_that_was_deleted_is_written_from_the_beginning(tmp_path: Path) ->
 def test_the_store_that_the_environment_names_has_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "named" / STORE).as_uri())
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "named" / "mlflow").as_uri())
     write(tmp_path / "directory", ITEMS)
     assert history(tmp_path / "named", "train/loss") == [(1, 0.5), (3, 0.5)]
-    assert not (tmp_path / "directory" / STORE).exists()
+    assert not (tmp_path / "directory" / "mlflow").exists()
 
 
 def test_a_server_that_does_not_answer_ends_the_command_in_words(
@@ -180,7 +197,7 @@ def test_a_server_that_does_not_answer_ends_the_command_in_words(
 
 
 def test_a_run_has_one_writer(tmp_path: Path) -> None:
-    tracker = MLflow(tmp_path, "a.b-1")
+    tracker = writer(tmp_path)
     with pytest.raises(CommandFailed, match="is being written by another process"):
-        MLflow(tmp_path, "a.b-1")
+        writer(tmp_path)
     tracker.close()
