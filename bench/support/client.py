@@ -70,6 +70,8 @@ class Client:
         self.preloaded: Preloaded | None = None
         self._scratch = scratch
         self._endpoint: Endpoint | None = None
+        #: Kept between questions, and where it leads.
+        self._connection: tuple[Endpoint, MasterClient] | None = None
 
     # ---- the operator's verbs
 
@@ -149,17 +151,34 @@ class Client:
         return known
 
     def _read(self, question: Callable[[MasterClient], T]) -> T:
-        """The answer; asked again where a stalled machine has broken the connection."""
+        """The answer; asked again where a stalled machine has broken the connection.
+
+        The connection is kept: to make one costs both ends three times what an answer does, and
+        whoever waits asks again and again.
+        """
         failed: CommandFailed | None = None
         for _ in range(_TRIES):
             try:
-                with MasterClient(self.endpoint) as master:
-                    return question(master)
+                return question(self._connected())
             except CommandFailed as again:
+                self.hang_up()
                 failed = again
                 if not (isinstance(again, Unreachable) and again.reached):
                     break
         raise ClusterError(str(failed)) from failed
+
+    def _connected(self) -> MasterClient:
+        endpoint = self.endpoint
+        if self._connection is None or self._connection[0] != endpoint:
+            self.hang_up()
+            self._connection = (endpoint, MasterClient(endpoint))
+        return self._connection[1]
+
+    def hang_up(self) -> None:
+        """Close the connection to the master, if there is one."""
+        if self._connection is not None:
+            self._connection[1].close()
+            self._connection = None
 
     # ---- what the files say
 

@@ -67,7 +67,7 @@ class Cluster(Client, ABC):
         what: str,
         timeout_s: float = 480,
         *,
-        poll_s: float = 0.02,
+        poll_s: float = 0.05,
     ) -> None:
         """`poll_s`: longer for a condition that costs the cluster something."""
         deadline = time.monotonic() + timeout_s
@@ -247,6 +247,7 @@ class LocalCluster(Cluster):
 
     def stop(self) -> None:
         """Ctrl-C, then whatever is left by force."""
+        self.hang_up()
         with undisturbed(), self._run:
             left = self.processes()
             daemons = [self.process, *self._extra]

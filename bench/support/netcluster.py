@@ -194,6 +194,7 @@ class NetCluster(Cluster):
 
     def stop(self) -> None:
         """Agents first, as an operator would; then whatever is left by force."""
+        self.hang_up()
         with undisturbed(), self._run:
             self.net.heal()
             for daemon in reversed(self._daemons):

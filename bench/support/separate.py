@@ -86,6 +86,7 @@ class Daemons(Cluster):
         assert not self.master_pid or alive(self.master_pid), self.tail()
 
     def close(self) -> None:
+        self.hang_up()
         left = self.processes()
         for daemon in reversed(self._started):
             daemon.send_signal(signal.SIGINT)

@@ -55,7 +55,9 @@ def wait_held(cluster: Daemons, job_id: str) -> None:
         "both nodes held",
     )
     step = held_step(cluster, job_id)
-    cluster.wait(lambda: held_step(cluster, job_id) > step + 3, "steps of a job that is unknown")
+    cluster.wait(
+        lambda: held_step(cluster, job_id) > step + 3, "steps of a job that is unknown", poll_s=0.2
+    )
 
 
 def test_an_empty_state_directory_ends_no_worker_and_the_old_one_goes_on(
@@ -160,7 +162,7 @@ def test_an_old_copy_that_is_put_back_goes_on_in_a_higher_term(
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     shutil.copytree(old, cluster.state_dir, dirs_exist_ok=True)
     cluster.start_master(*MASTER_FLAGS, FORGETFUL)
-    cluster.wait(lambda: bool(head_of(cluster)["held"]), "the second job held")
+    cluster.wait(lambda: bool(head_of(cluster)["held"]), "the second job held", poll_s=0.2)
     wait_held(cluster, second)
     head = head_of(cluster)
     assert head["head"]["term"] == 2
