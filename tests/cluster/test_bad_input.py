@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.support.client import BIN
 from bench.support.cluster import LocalCluster
+from support.forked import run_forked
 
 # Longer than any wait in vain, which ends with a report.
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
@@ -22,12 +22,6 @@ fault_tolerance: 0
 """
 
 
-def run(*command: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [str(BIN / command[0]), *command[1:]], capture_output=True, text=True, timeout=120
-    )
-
-
 def one_line(done: subprocess.CompletedProcess[str]) -> str:
     lines = [line for line in done.stderr.splitlines() if " INFO " not in line]
     assert len(lines) == 1, done.stderr
@@ -35,6 +29,7 @@ def one_line(done: subprocess.CompletedProcess[str]) -> str:
     return lines[0]
 
 
+@pytest.mark.usefixtures("quick_start")
 def test_mistakes_are_answered_and_do_not_disturb_a_running_job(
     small_cluster: LocalCluster, text: str, tmp_path: Path
 ) -> None:
@@ -45,7 +40,7 @@ def test_mistakes_are_answered_and_do_not_disturb_a_running_job(
     defaults = {"microbatch": "1", "more": ""}
     good = tmp_path / "good.yaml"
     good.write_text(JOB.format(name="good", text=text, **defaults))
-    job_id = run("oobleck", "submit", str(good), *master).stdout.strip()
+    job_id = run_forked("oobleck", "submit", str(good), *master).stdout.strip()
     cluster.wait_step(job_id, 3)
     workers = cluster.worker_pids()
 
@@ -68,11 +63,11 @@ def make_mistakes(cluster: LocalCluster, text: str, tmp_path: Path) -> None:
         ({"text": "/nowhere/*.txt"}, "/nowhere/*.txt"),
     ]:
         bad.write_text(JOB.format(**{"name": "bad", "text": text, **defaults, **changes}))
-        done = run("oobleck", "submit", str(bad), *master)
+        done = run_forked("oobleck", "submit", str(bad), *master)
         assert done.returncode == 2
         assert expected in one_line(done)
 
-    twin = run("oobleck-agent", *master, "--name", "n1")
+    twin = run_forked("oobleck-agent", *master, "--name", "n1")
     assert twin.returncode == 2
     # Before it is refused for good it says that it tries on: the other one might be dead.
     told = [line for line in twin.stderr.splitlines() if " INFO " not in line]
@@ -80,15 +75,17 @@ def make_mistakes(cluster: LocalCluster, text: str, tmp_path: Path) -> None:
     assert "n1 is in use by a live agent" in last
     assert all("no session, trying on" in line for line in trying), twin.stderr
     assert "Traceback" not in twin.stderr
-    second = run("oobleck-master", "--listen", cluster.address, "--state-dir", str(tmp_path / "s"))
+    second = run_forked(
+        "oobleck-master", "--listen", cluster.address, "--state-dir", str(tmp_path / "s")
+    )
     assert second.returncode == 2
     assert cluster.address in one_line(second)
-    same_state = run(
+    same_state = run_forked(
         "oobleck-master", "--listen", "127.0.0.1:0", "--state-dir", str(cluster.state_dir)
     )
     assert same_state.returncode == 2
     assert "another master" in one_line(same_state)
-    missing = run("oobleck", "status", "no-such-job", *master)
+    missing = run_forked("oobleck", "status", "no-such-job", *master)
     assert missing.returncode == 3
     host, _, port = cluster.address.rpartition(":")
     with socket.create_connection((host, int(port))) as stranger:
@@ -96,6 +93,6 @@ def make_mistakes(cluster: LocalCluster, text: str, tmp_path: Path) -> None:
 
 
 def test_local_refuses_more_workers_than_sense() -> None:
-    done = run("oobleck", "local", "--nodes", "100000", "--listen", "127.0.0.1:0")
+    done = run_forked("oobleck", "local", "--nodes", "100000", "--listen", "127.0.0.1:0")
     assert done.returncode == 2
     assert "--oversubscribe" in one_line(done)

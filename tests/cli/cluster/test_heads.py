@@ -70,6 +70,7 @@ def moving(tmp_path: Path) -> Iterator[tuple[Secured, str, str]]:
     end(running.process)
 
 
+@pytest.mark.usefixtures("quick_start")
 def test_agents_and_joins_follow_the_head(moving: tuple[Secured, str, str], tmp_path: Path) -> None:
     head, first, second = moving
     token, folder, logs = head.token(), tmp_path / "n1", tmp_path / "agent.log"

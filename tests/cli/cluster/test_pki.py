@@ -21,6 +21,8 @@ from oobleck.host.security.pki import format_token, read_token
 from support.commands import end, refused, run
 from support.secured import Secured
 
+pytestmark = pytest.mark.usefixtures("quick_start")
+
 DEADLINE_S = 240.0
 
 
