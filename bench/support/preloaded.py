@@ -27,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -83,11 +83,16 @@ class Preloaded:
                 start_new_session=True,
             )
 
-    def run(
-        self, module: str, *arguments: str, environment: Mapping[str, str], timeout_s: float
-    ) -> subprocess.CompletedProcess[str]:
-        """Call the module's `main` in a fork, to its end. Raises TimeoutExpired, and has then
-        killed it."""
+    def start(
+        self,
+        module: str,
+        *arguments: str,
+        environment: Mapping[str, str],
+        files: Sequence[int],
+        timeout_s: float,
+    ) -> "Started":
+        """Have a process forked that calls the module's `main`. `files`: its standard ones;
+        `timeout_s`: how long it is waited for."""
         asked = {
             "module": module,
             "arguments": arguments,
@@ -96,31 +101,38 @@ class Preloaded:
             "path": [*filter(None, sys.path)],
             "files": [0, 1, 2],
         }
+        server = socket.socket(socket.AF_UNIX)
+        server.settimeout(timeout_s)
+        server.connect(str(Path(self.python_path) / "preloaded"))
+        alive, held_open = os.pipe()
+        with open("/proc/self/ns/net") as network:
+            socket.send_fds(server, [b"."], [*files, network.fileno(), alive])
+        os.close(alive)
+        server.sendall(json.dumps(asked).encode() + b"\n")
+        return Started(server, held_open)
+
+    def run(
+        self, module: str, *arguments: str, environment: Mapping[str, str], timeout_s: float
+    ) -> subprocess.CompletedProcess[str]:
+        """Call the module's `main` in a fork, to its end. Raises TimeoutExpired, and has then
+        killed it."""
         with (
             open(os.devnull) as nothing,
             tempfile.TemporaryFile("w+") as out,
             tempfile.TemporaryFile("w+") as errors,
-            open("/proc/self/ns/net") as network,
-            socket.socket(socket.AF_UNIX) as server,
         ):
-            server.settimeout(timeout_s)
-            server.connect(str(Path(self.python_path) / "preloaded"))
-            alive, held_open = os.pipe()
+            files = [nothing.fileno(), out.fileno(), errors.fileno()]
+            started = self.start(
+                module, *arguments, environment=environment, files=files, timeout_s=timeout_s
+            )
             try:
-                files = [nothing.fileno(), out.fileno(), errors.fileno(), network.fileno(), alive]
-                socket.send_fds(server, [b"."], files)
-                server.sendall(json.dumps(asked).encode() + b"\n")
-                with server.makefile() as answers:
-                    answers.readline()  # the pid
-                    status = int(answers.readline())
+                code = started.wait()
             except TimeoutError:
                 raise subprocess.TimeoutExpired(arguments, timeout_s) from None
             finally:
-                os.close(held_open)  # it is killed if it still runs
-                os.close(alive)
+                started.close()
             for file in (out, errors):
                 file.seek(0)
-            code = os.waitstatus_to_exitcode(status)
             return subprocess.CompletedProcess(arguments, code, out.read(), errors.read())
 
     def __exit__(self, *_: object) -> None:
@@ -128,6 +140,24 @@ class Preloaded:
             self._process.kill()
             self._process.wait()
             self._folder.cleanup()
+
+
+class Started:
+    """A forked process, killed where it still runs when this is closed."""
+
+    def __init__(self, server: socket.socket, held_open: int) -> None:
+        """`held_open`: the end of a pipe; the process is killed once it is closed."""
+        self._server, self._held_open = server, held_open
+
+    def wait(self) -> int:
+        """Its exit code. Raises TimeoutError."""
+        with self._server.makefile() as answers:
+            answers.readline()  # the pid
+            return os.waitstatus_to_exitcode(int(answers.readline()))
+
+    def close(self) -> None:
+        os.close(self._held_open)
+        self._server.close()
 
 
 def serve(listener: socket.socket) -> NoReturn:

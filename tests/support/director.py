@@ -15,11 +15,13 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import IO
 
 import msgspec
 
+from bench.support.preloaded import Preloaded
 from oobleck.core.ids import Generation, Incarnation, JobId, NodeName, WorkerId
 from oobleck.core.job.spec import JobSpec
 from oobleck.core.messages import (
@@ -132,14 +134,6 @@ class LiveWorker:
 #: Which code of its user's each worker runs, of which nothing is asked here.
 MARKER = Marker()
 
-_WARM = """
-from oobleck.worker import warm
-from oobleck.worker.transport.links import calls
-calls.ANSWER_LIMIT_S = {}
-{}
-warm.main()
-"""
-
 
 class WarmWorkers:
     """A real warm process; serves many directors one after the other. A context manager."""
@@ -148,24 +142,36 @@ class WarmWorkers:
         self,
         within: Sequence[str] = (),
         *,
+        preloaded: Preloaded | None = None,
         answer_limit_s: float = ANSWER_LIMIT_S,
         before: str = "",
     ) -> None:
-        """`within`: the command, if any, that runs it, as in a network of its own;
-        `answer_limit_s`: that of its workers for each other's answer to a call; `before`: a line of
-        Python that it runs first."""
+        """`within`: the command, if any, that runs it, as in a network of its own; `preloaded`:
+        forks it, else it loads its libraries; `answer_limit_s`: that of its workers for each
+        other's answer to a call; `before`: a line of Python that it runs first."""
         self.socket, theirs = socket.socketpair()
-        self._process = subprocess.Popen(
-            [*within, sys.executable, "-c", _WARM.format(answer_limit_s, before)],
-            stdin=theirs,
-            env={
-                **os.environ,
-                "OMP_NUM_THREADS": "1",
-                "TORCH_CPP_LOG_LEVEL": "ERROR",
-                "PYTHONPATH": str(SUPPORT.parent),
-            },
-            start_new_session=True,
-        )
+        self._ended = ExitStack()
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "TORCH_CPP_LOG_LEVEL": "ERROR",
+            "PYTHONPATH": str(SUPPORT.parent),
+        }
+        asked = ("support.warmed", str(answer_limit_s), before)
+        if preloaded is not None:
+            started = preloaded.start(
+                *asked, environment=environment, files=(theirs.fileno(), 1, 2), timeout_s=PATIENCE_S
+            )
+            self._ended.callback(started.close)
+            self._ended.callback(started.wait)
+        else:
+            process = subprocess.Popen(
+                [*within, sys.executable, "-m", *asked],
+                stdin=theirs,
+                env=environment,
+                start_new_session=True,
+            )
+            self._ended.callback(process.wait, timeout=PATIENCE_S)
         theirs.close()
         self.channel: Channel[FromWarm] = Channel(self.socket, FromWarm)
         assert isinstance(self.channel.receive(), Warm), "the warm process did not come up"
@@ -175,7 +181,7 @@ class WarmWorkers:
 
     def __exit__(self, *_: object) -> None:
         self.channel.close()
-        self._process.wait(timeout=PATIENCE_S)
+        self._ended.close()
 
     def fork(
         self, incarnation: Incarnation, channel: socket.socket, output: int, job: JobSpec

@@ -11,16 +11,27 @@ import numpy as np
 import pytest
 import torch
 
+from bench.support.preloaded import Preloaded
 from oobleck.core.job.model import ModelSpec
 from oobleck.core.job.spec import DataSpec, JobSpec, TrainingSpec
+from support import devices
 from support.director import WarmWorkers
 
 MakeJob = Callable[..., JobSpec]
 
 
 @pytest.fixture(scope="session")
-def warm() -> Iterator[WarmWorkers]:
-    with WarmWorkers() as warm:
+def forking(request: pytest.FixtureRequest) -> Preloaded | None:
+    """What forks warm processes; None: they are to use a GPU, for which it is not set up."""
+    if devices.device().type != "cpu":
+        return None
+    found: Preloaded = request.getfixturevalue("preloaded")
+    return found
+
+
+@pytest.fixture(scope="session")
+def warm(forking: Preloaded | None) -> Iterator[WarmWorkers]:
+    with WarmWorkers(preloaded=forking) as warm:
         yield warm
 
 

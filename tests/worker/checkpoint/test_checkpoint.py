@@ -378,7 +378,7 @@ def fill(place: Path) -> None:
 
 
 def test_a_disk_that_stays_full_at_the_end_ends_the_job_and_says_what_is_not_saved(
-    small_disk, tmp_path
+    forking, small_disk, tmp_path
 ):
     full = "No space left on device"
     cases = [
@@ -397,7 +397,7 @@ def test_a_disk_that_stays_full_at_the_end_ends_the_job_and_says_what_is_not_sav
             rf"{STEPS} is not saved, nor is an earlier one",
         ),
     ]
-    with WarmWorkers(before=IMPATIENT) as warm:
+    with WarmWorkers(preloaded=forking, before=IMPATIENT) as warm:
         for spec, told in cases:
             with Director(warm, spec, [fault("b", "before:Forward", 2, "stop")]) as cluster:
                 cluster.start(*THREE.nodes)
@@ -412,11 +412,11 @@ def test_a_disk_that_stays_full_at_the_end_ends_the_job_and_says_what_is_not_sav
             (small_disk / "filler").unlink()
 
 
-def test_one_that_joined_late_knows_what_was_saved_before(tmp_path):
+def test_one_that_joined_late_knows_what_was_saved_before(forking, tmp_path):
     after = make_plan(2, [[("a", 2), ("d", 3)], [("c", 5)]], [2, 2])
     # One copy of each layer is as many as the job wants: only what is saved last is saved.
     spec = replace(job(tmp_path / "saved", every=1000), fault_tolerance=0)
-    with WarmWorkers(before=IMPATIENT) as warm:
+    with WarmWorkers(preloaded=forking, before=IMPATIENT) as warm:
         train(warm, replace(spec, training=replace(spec.training, steps=3)), THREE)
         with Director(warm, spec, [fault("b", "before:Backward", 5)]) as cluster:
             cluster.start(*THREE.nodes)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.support.preloaded import Preloaded
 from oobleck.core.ids import Generation, NodeName, WorkerId
 from oobleck.core.job.model import ModelSpec
 from oobleck.core.job.optimization import OptimizerSpec
@@ -48,9 +49,9 @@ def job(**training: object) -> JobSpec:
 
 
 @pytest.fixture(scope="module")
-def hasty() -> Iterator[WarmWorkers]:
+def hasty(forking: Preloaded | None) -> Iterator[WarmWorkers]:
     """Its workers give up sooner one that does not answer."""
-    with WarmWorkers(answer_limit_s=10.0) as warm:
+    with WarmWorkers(preloaded=forking, answer_limit_s=10.0) as warm:
         yield warm
 
 

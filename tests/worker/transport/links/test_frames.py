@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench.support.preloaded import Preloaded
 from oobleck.core.job.model import ModelSpec
 from oobleck.core.job.spec import DataSpec, JobSpec, TrainingSpec
 from oobleck.core.messages import PeerLost
@@ -279,8 +280,9 @@ def test_what_is_no_table_of_words_is_a_lost_connection(said: bytes, size: int) 
 
 
 @pytest.fixture(scope="module")
-def misbehaving_warm() -> Iterator[WarmWorkers]:
-    with WarmWorkers(before="from support import misbehaving; misbehaving.begin()") as warm:
+def misbehaving_warm(forking: Preloaded | None) -> Iterator[WarmWorkers]:
+    begin = "from support import misbehaving; misbehaving.begin()"
+    with WarmWorkers(preloaded=forking, before=begin) as warm:
         yield warm
 
 
