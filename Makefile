@@ -40,7 +40,8 @@ test-nccl: setup
 
 # Hours of what 'make test' has minutes of.
 soak: setup
-	SIMULATION_SEEDS=5000 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile tests/simulation
+	SIMULATION_SEEDS=5000 $(BIN)/python -m pytest --numprocesses 2 --dist load --maxschedchunk 1 \
+		tests/simulation
 	$(BIN)/python -m pytest --numprocesses 3 --dist load --maxschedchunk 1 -m soak tests/fault
 	$(BIN)/python -m pytest -m soak tests/fuzz
 	$(BIN)/python -m pytest -m soak tests/cli tests/deploy

@@ -17,12 +17,10 @@ from support.folders import ROOT
 
 #: So many seeds meet every kind of fault.
 _MANY = 30
-#: How many seeds to play, from which one on; `make soak` plays thousands. Of many, half are played
-#: by `test_more_seeds`, for two processes to share them.
-SEEDS = int(os.environ.get("SIMULATION_SEEDS", "40"))
+#: How many seeds to play, from which one on; `make soak` plays thousands.
+SEEDS = int(os.environ.get("SIMULATION_SEEDS", f"{_MANY}"))
 FIRST = int(os.environ.get("SIMULATION_FIRST_SEED", "0"))
-HALF = FIRST + max(SEEDS // 2, min(SEEDS, _MANY))
-AT_A_TIME = 20
+AT_A_TIME = 15
 
 _played: list[Outcome] = []
 
@@ -33,9 +31,9 @@ def _quiet(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("CRITICAL")
 
 
-@pytest.mark.parametrize("first", range(FIRST, HALF, AT_A_TIME))
+@pytest.mark.parametrize("first", range(FIRST, FIRST + SEEDS, AT_A_TIME))
 def test_every_invariant_holds_and_every_job_ends(first: int) -> None:
-    _played.extend(played(seed) for seed in range(first, min(first + AT_A_TIME, HALF)))
+    _played.extend(played(seed) for seed in range(first, min(first + AT_A_TIME, FIRST + SEEDS)))
 
 
 def played(seed: int) -> Outcome:
