@@ -1,6 +1,6 @@
-"""What tests compute on, and the order of their files, which is random: so those that wait for a
-cluster run beside those that compute. gRPC, which many tests load, is told first which TLS it
-speaks."""
+"""What tests compute on, and the order of their files, which is random, so that those that wait for
+a cluster run beside those that compute; the longest begin before the rest is over. gRPC, which many
+tests load, is told first which TLS it speaks."""
 
 import gc
 import random
@@ -29,6 +29,11 @@ _OF_WORKERS = tuple(
     f"tests/worker/{each}/" for each in ("checkpoint", "preparation", "recovery", "step")
 )
 
+#: Of a run, in which all files with real workers begin.
+_FIRST_PART = 0.75
+
+#: Clusters of tests/cluster that go on as long as files of that folder follow each other.
+_STANDING = {"standing_cluster", "standing_wide_cluster"}
 
 #: Starts the warm processes in all processes of a run.
 _SHARED = pytest.StashKey[Preloaded]()
@@ -46,7 +51,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--shuffle",
         metavar="SEED",
-        default="3",  # with it, all processes end within seconds of each other
+        default="3",
         help="run the files in the random order of this seed; 'new' draws one, and says it",
     )
 
@@ -76,10 +81,14 @@ def pytest_report_header(config: pytest.Config) -> str:
     return f"files in random order: --shuffle {config.getoption('--shuffle')}"
 
 
+def _has_workers(item: pytest.Item) -> bool:
+    return item.nodeid.startswith(_OF_WORKERS)
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     chosen: devices.Transport | None = item.config.getoption("--transport")
     # By its name: the same in every run, however the tests are spread over processes.
-    fakes = item.nodeid.startswith(_OF_WORKERS) and zlib.crc32(item.nodeid.encode()) % 4 == 0
+    fakes = _has_workers(item) and zlib.crc32(item.nodeid.encode()) % 4 == 0
     devices.choose_transport(chosen or ("nccl" if fakes else "links"))
 
 
@@ -116,4 +125,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         path: random.Random(f"{seed} {path.relative_to(config.rootpath)}").random()
         for path in {i.path for i in items}
     }
+    # Files with real workers take longest, and one that begins last is waited for. Those that share
+    # a cluster follow each other, so that each process starts it once.
+    for path in {i.path for i in items if i.get_closest_marker("cluster") or _has_workers(i)}:
+        places[path] *= _FIRST_PART
+    for path in {i.path for i in items if _STANDING & set(getattr(i, "fixturenames", ()))}:
+        places[path] /= len(items)
     items.sort(key=lambda item: places[item.path])
