@@ -5,6 +5,7 @@ estimate takes O(pipelines + kinds x stages x micro-batches) whatever the number
 not build programs, nor choose.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -22,6 +23,7 @@ from oobleck.planner.cost.kinds import (
     cost_of,
     pipeline_cut,
     pipeline_kinds,
+    places_of,
     replicas,
 )
 from oobleck.planner.cost.replay import Ends, Question, computed_s
@@ -113,28 +115,56 @@ class Replays:
         kinds = [self.kinds(plan) for plan in plans]
         self._replay([(s, each.kind) for some in kinds for each in some for s in schedules])
         return [
-            {schedule: self._estimate(plan, some, schedule) for schedule in schedules}
+            {
+                schedule: self._estimate(some, schedule, replicas(plan), plan)
+                for schedule in schedules
+            }
             for plan, some in zip(plans, kinds, strict=True)
+        ]
+
+    def counted(
+        self, plans: Sequence[Mapping[Pipeline, int]], schedules: Sequence[Schedule]
+    ) -> list[dict[Schedule, StepEstimate]]:
+        """Estimate likewise plans of which only one pipeline of each kind is made, with the number
+        of its kind. They have no shadows and no slow workers."""
+        kinds = []
+        for plan in plans:
+            some, first = [], 0
+            for pipeline, number in plan.items():
+                numbers = tuple(range(first, first + number))
+                some.append(self._alike(pipeline, places_of(pipeline), numbers))
+                first += number
+            kinds.append(some)
+        self._replay([(s, each.kind) for some in kinds for each in some for s in schedules])
+        return [
+            {schedule: self._estimate(some, schedule, plan.total()) for schedule in schedules}
+            for plan, some in zip(map(Counter, plans), kinds, strict=True)
         ]
 
     def kinds(self, plan: Plan) -> list[Alike]:
         """Return the groups of a plan's pipelines that run alike; raises ValueError, as
         `stage_cost`."""
-        found = []
-        for (microbatches, places), numbers in pipeline_kinds(plan).items():
-            pipeline = plan.pipelines[numbers[0]]
-            costs = [
-                cost_of(stage, self.profile, place.rate)
-                for stage, place in zip(pipeline.stages, places, strict=True)
-            ]
-            if places not in self._cuts:
-                self._cuts[places] = pipeline_cut(places, costs, self.profile)
-            kind = Kind(microbatches, self._cuts[places])
-            found.append(Alike(tuple(numbers), pipeline, kind, costs))
-        return found
+        return [
+            self._alike(plan.pipelines[numbers[0]], places, tuple(numbers))
+            for (_, places), numbers in pipeline_kinds(plan).items()
+        ]
 
-    def _estimate(self, plan: Plan, kinds: Sequence[Alike], schedule: Schedule) -> StepEstimate:
-        shadows = shadow_bytes(plan, self.profile)
+    def _alike(
+        self, pipeline: Pipeline, places: tuple[Place, ...], numbers: tuple[int, ...]
+    ) -> Alike:
+        costs = [
+            cost_of(stage, self.profile, place.rate)
+            for stage, place in zip(pipeline.stages, places, strict=True)
+        ]
+        if places not in self._cuts:
+            self._cuts[places] = pipeline_cut(places, costs, self.profile)
+        return Alike(numbers, pipeline, Kind(pipeline.microbatches, self._cuts[places]), costs)
+
+    def _estimate(
+        self, kinds: Sequence[Alike], schedule: Schedule, replicas: int, plan: Plan | None = None
+    ) -> StepEstimate:
+        """Estimate a step of pipelines of these kinds; `plan` is theirs, if it may have shadows."""
+        shadows = {} if plan is None else shadow_bytes(plan, self.profile)
         estimates = [
             KindEstimate(
                 numbers=each.numbers,
@@ -142,7 +172,7 @@ class Replays:
                 kind=each.kind,
                 computed_s=self._computed[schedule, each.kind],
                 peak_bytes=with_shadow_bytes(
-                    stage_peak_bytes(each.costs, schedule, each.kind.microbatches, replicas(plan)),
+                    stage_peak_bytes(each.costs, schedule, each.kind.microbatches, replicas),
                     plan,
                     each.numbers,
                     shadows,
@@ -150,7 +180,7 @@ class Replays:
             )
             for each in kinds
         ]
-        if shadows:  # their holders differ from pipeline to pipeline
+        if plan is not None and shadows:  # their holders differ from pipeline to pipeline
             step_s = plan_end_s(plan, _ends_s(plan, estimates), self.profile, tied=self._tied)
         else:
             step_s = self._end_s(schedule, {each.kind: each.count for each in estimates})
@@ -248,13 +278,13 @@ def shadow_bytes(plan: Plan, profile: Profile) -> dict[WorkerId, int]:
 
 def with_shadow_bytes(
     peaks: tuple[int, ...],
-    plan: Plan,
+    plan: Plan | None,
     numbers: Iterable[int],
     shadows: Mapping[WorkerId, int],
 ) -> tuple[int, ...]:
     """Return the stages' peaks with shadows added: per stage, those of the worker that has most.
     `numbers` are the positions in the plan of the pipelines, which run alike."""
-    if not shadows:
+    if plan is None or not shadows:
         return peaks
     stages = zip(*(plan.pipelines[number].stages for number in numbers), strict=True)
     return tuple(

@@ -4,11 +4,12 @@ Owns the replay's input for them, built from a template or from a plan. Must not
 step takes.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
+from oobleck.core.ids import WorkerId
 from oobleck.core.plan import Pipeline, PipelineTemplate, Plan
 from oobleck.core.profile import Profile, message_s
 from oobleck.core.routes import Hold
@@ -109,7 +110,8 @@ def pipeline_kinds(plan: Plan) -> dict[tuple[int, tuple[Place, ...]], list[int]]
     """Return the positions in the plan of pipelines that run alike, by micro-batches and places."""
     kinds: dict[tuple[int, tuple[Place, ...]], list[int]] = {}
     for number, pipeline in enumerate(plan.pipelines):
-        kinds.setdefault((pipeline.microbatches, _places(pipeline, plan)), []).append(number)
+        places = places_of(pipeline, plan.rate)
+        kinds.setdefault((pipeline.microbatches, places), []).append(number)
     return kinds
 
 
@@ -119,7 +121,14 @@ def replicas(plan: Plan) -> int:
     return len(plan.pipelines) + bool(plan.shadows)
 
 
-def _places(pipeline: Pipeline, plan: Plan) -> tuple[Place, ...]:
+def _as_profiled(workers: Iterable[WorkerId]) -> float:
+    return 1.0
+
+
+def places_of(
+    pipeline: Pipeline, rate: Callable[[Iterable[WorkerId]], float] = _as_profiled
+) -> tuple[Place, ...]:
+    """Return the places of a pipeline's stages. `rate` is that of workers that compute in step."""
     node = {name: number for number, name in enumerate(pipeline.nodes)}
     return tuple(
         Place(
@@ -127,7 +136,7 @@ def _places(pipeline: Pipeline, plan: Plan) -> tuple[Place, ...]:
             s.last_layer,
             len(s.workers),
             node[s.workers[0].node],
-            plan.rate(s.workers),
+            rate(s.workers),
         )
         for s in pipeline.stages
     )

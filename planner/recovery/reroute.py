@@ -7,9 +7,10 @@ compute.
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from itertools import groupby
+from operator import itemgetter
 
 from oobleck.core.errors import LayerLost, PlanInfeasible
 from oobleck.core.ids import Generation, WorkerId
@@ -75,10 +76,23 @@ def routes_around(
             if lost.isdisjoint(hop.workers):
                 add_load(load, hop, route.microbatches * ticks(hop))
     spread = Spread(held, lost, ticks, load)
+    around = [spread.around(route) for route in routes]
+    begins = Counter(way[0].workers for ways in around for way, _ in ways)
     counts: Counter[tuple[Hop, ...]] = Counter()
-    for route in routes:
-        counts.update(spread.around(route))
-    return tuple(Route(hops=hops, microbatches=count) for hops, count in counts.items())
+    found: list[Route | tuple[Hop, ...]] = []
+    for route, ways in zip(routes, around, strict=True):
+        if len(ways) == 1 and ways[0][0] is route.hops and begins[route.hops[0].workers] == 1:
+            # No other way has these hops. Hashing all hops of a large plan takes long.
+            found.append(route)
+            continue
+        for way, number in ways:
+            if way not in counts:
+                found.append(way)
+            counts[way] += number
+    return tuple(
+        one if isinstance(one, Route) else Route(hops=one, microbatches=counts[one])
+        for one in found
+    )
 
 
 #: Load of the busiest of its workers, number of hops, and the hops.
@@ -101,13 +115,14 @@ class Spread:
         #: Number of hops visited.
         self.visits = 0
 
-    def around(self, route: Route) -> Counter[tuple[Hop, ...]]:
+    def around(self, route: Route) -> Sequence[tuple[tuple[Hop, ...], int]]:
         """Return the hops that the route's micro-batches take, with their number of
         micro-batches.
         """
         if all(map(self._lives, route.hops)):
-            return Counter({route.hops: route.microbatches})
-        return Counter(merged(self.way(route.hops)) for _ in range(route.microbatches))
+            return [(route.hops, route.microbatches)]
+        ways = Counter(merged(self.way(route.hops)) for _ in range(route.microbatches))
+        return list(ways.items())
 
     def way(self, passed: tuple[Hop, ...]) -> list[Hop]:
         """Choose the way of one more micro-batch, and count its work: these hops, with others in
@@ -150,9 +165,13 @@ class Spread:
         offers = self._offers(layer, last_layer)
         self.visits += len(offers)
         for hop, ticks in offers:
-            load = max([self._load[worker] for worker in hop.workers]) + ticks
+            workers = hop.workers
+            if len(workers) == 1:
+                load = self._load[workers[0]] + ticks
+            else:
+                load = max([self._load[worker] for worker in workers]) + ticks
             if hop.last_layer == last_layer:
-                if _can_follow(hop.workers, after):
+                if not after or _can_follow(workers, after):
                     ways.append((load, 1, (hop,)))
                 continue
             for rest in self._ways(hop.last_layer + 1, last_layer, after, known):
@@ -160,7 +179,7 @@ class Spread:
                     ways.append((max(load, rest[0]), rest[1] + 1, (hop, *rest[2])))
                     break
         # Sorting is stable: among equals the order of the holds decides.
-        known[layer] = sorted(ways, key=lambda way: way[:2])
+        known[layer] = sorted(ways, key=itemgetter(0, 1))
         return known[layer]
 
     def _offers(self, layer: int, last_layer: int) -> tuple[tuple[Hop, int], ...]:
@@ -190,6 +209,8 @@ def add_load(load: Counter[WorkerId], hop: Hop, ticks: int) -> None:
 
 def _can_follow(before: _Group, after: _Group) -> bool:
     """Return whether two successive hops share no worker, or have the same workers."""
+    if len(before) == len(after) == 1:
+        return True
     return before == after or set(before).isdisjoint(after)
 
 

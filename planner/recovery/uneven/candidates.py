@@ -315,13 +315,15 @@ def hop_ticks(profile: Profile, plan: Plan) -> Callable[[Hop], int]:
     """Return a function that gives the nanoseconds of a micro-batch on one worker of a hop, at the
     plan's rates. It raises PlanInfeasible where the profile has no time of a layer for so many
     workers."""
-    known: dict[Hop, int] = {}
+    known: dict[tuple[int, int, int, float], int] = {}
 
     def ticks(hop: Hop) -> int:
-        if hop not in known:
-            cost = stage_cost(profile, hop.first_layer, hop.last_layer, len(hop.workers))
-            cost = cost.at(plan.rate(hop.workers))
-            known[hop] = round((cost.forward_s + cost.backward_s) * 1e9)
-        return known[hop]
+        # Hops are many and alike, and hashing one takes longer than its own rate.
+        key = hop.first_layer, hop.last_layer, len(hop.workers), plan.rate(hop.workers)
+        if key not in known:
+            first, last, workers, rate = key
+            cost = stage_cost(profile, first, last, workers).at(rate)
+            known[key] = round((cost.forward_s + cost.backward_s) * 1e9)
+        return known[key]
 
     return ticks
