@@ -3,7 +3,8 @@
 import math
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -24,11 +25,16 @@ if TYPE_CHECKING:
     from oobleck.cli.output.text import Form
     from oobleck.planner.simulate.compare import Comparison
     from oobleck.planner.simulate.costs import Costs
+    from oobleck.planner.simulate.racks import Racks
     from oobleck.planner.simulate.replay import Setting
+    from oobleck.planner.simulate.search import Point
+    from oobleck.planner.simulate.shapes import Shapes
     from oobleck.planner.simulate.trace import Trace
 
 #: Seconds of silence before progress is shown.
 _QUIET_S = 2.0
+#: Figures of each setting that --search tells, beside its objective.
+_SEARCHED = ("samples_per_s", "goodput", "returns", "lost_guarantee_s")
 _POLICIES: tuple[RecoveryPolicy, ...] = get_args(RecoveryPolicy)
 
 
@@ -84,6 +90,37 @@ _POLICIES: tuple[RecoveryPolicy, ...] = get_args(RecoveryPolicy)
     help="Costs of interruptions, as a JSON object (docs/simulation.md has names and defaults).",
 )
 @click.option(
+    "--spares",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    metavar="K",
+    help="Live nodes that stay outside the job until it loses one: it trains on N - K at most.",
+)
+@click.option(
+    "--racks",
+    "racks_file",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="CSV file with the columns node,rack. A row of the trace may then name a rack in place of "
+    "a node, and hits all of its nodes at once.",
+)
+@click.option(
+    "--search",
+    "searched",
+    is_flag=True,
+    help="Search from the given values for the fault tolerance, spares, fewest nodes of a "
+    "pipeline, and interval of checkpoints with the most samples, or with --price the cheapest.",
+)
+@click.option(
+    "--plot",
+    "plot_file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="OUT.png",
+    help="Plot samples and live nodes over time. Needs the package matplotlib: pip install "
+    "'oobleck-cluster[plot]'.",
+)
+@click.option(
     "--until", type=Seconds(), metavar="TIME", help="End of the replay.  [default: the last row]"
 )
 @click.option(
@@ -102,6 +139,10 @@ def simulate(
     nodes: int | None,
     policies: str,
     costs_file: Path | None,
+    spares: int,
+    racks_file: Path | None,
+    searched: bool,
+    plot_file: Path | None,
     until: float | None,
     price: float | None,
     form: "Form",
@@ -123,14 +164,34 @@ def simulate(
         raise click.UsageError(f"--nodes {nodes}: give at most {MOST_NODES}")
     if price is not None and not math.isfinite(price):
         raise click.UsageError(f"--price {price}: give a finite number")
+    if spares >= nodes:
+        raise click.UsageError(f"--spares {spares}: give fewer than --nodes {nodes}")
     chosen = _chosen(policies)
+    if searched and len(chosen) > 1:
+        raise click.UsageError("--search searches under one policy; give --policy NAME")
+    if plot_file is not None:
+        _check_plot(plot_file)
     question = read_question(job_file, profile_file, overrides, Flags(**flags))
-    trace, costs = _trace(trace_file), _costs(costs_file)
-    setting = _setting(trace_file, trace, costs, question, nodes, until)
-    found = _compare(setting, chosen, nodes)
-    data: dict[str, Any] = {**found.data(price), "costs": costs_data(costs)}
+    case = _Case(
+        path=trace_file,
+        trace=_trace(trace_file, racks_file),
+        question=question,
+        nodes=nodes,
+        until_s=until,
+        costs=_costs(costs_file),
+    )
+    point = case.point(spares)
+    setting = case.setting(point)
+    found = _compare(setting, chosen)
+    data: dict[str, Any] = {**found.data(price), "costs": costs_data(case.costs)}
+    if searched:
+        data["search"] = _search(case, point, chosen[0], price)
     if question.notes:
         data["notes"] = list(question.notes)
+    if plot_file is not None:
+        from oobleck.cli.planning.plot import plot_comparison
+
+        plot_comparison(found, setting, plot_file)
     if is_data(form):
         click.echo(document(data, form))
         return
@@ -161,18 +222,31 @@ def _chosen(text: str) -> Sequence[RecoveryPolicy]:
     return [known[name] for name in dict.fromkeys(names)]
 
 
-def _trace(path: Path) -> "Trace":
+def _trace(path: Path, racks_file: Path | None) -> "Trace":
     from oobleck.cli.jobs.job_file import TextFile, read_text
-    from oobleck.planner.simulate.trace import parse_trace
+    from oobleck.planner.simulate.racks import with_racks
+    from oobleck.planner.simulate.trace import parse_rows, trace_of
 
+    racks = {} if racks_file is None else _racks(racks_file)
     wanted = TextFile(
         what="a trace of rows time_s,event,node[,value]", most_mib=256, field="--trace "
     )
     text = read_text(path, wanted)
     try:
-        return parse_trace(text)
+        return trace_of(with_racks(parse_rows(text), racks))
     except ValueError as error:
         raise CommandFailed(f"--trace {path}: {error}", USAGE) from error
+
+
+def _racks(path: Path) -> "Racks":
+    from oobleck.cli.jobs.job_file import TextFile, read_text
+    from oobleck.planner.simulate.racks import parse_racks
+
+    text = read_text(path, TextFile(what="lines of node,rack", most_mib=16, field="--racks "))
+    try:
+        return parse_racks(text)
+    except ValueError as error:
+        raise CommandFailed(f"--racks {path}: {error}", USAGE) from error
 
 
 def _costs(path: Path | None) -> "Costs":
@@ -189,60 +263,123 @@ def _costs(path: Path | None) -> "Costs":
         raise CommandFailed(f"--costs {path}: {error}", USAGE) from error
 
 
-def _setting(
-    path: Path,
-    trace: "Trace",
-    costs: "Costs",
-    question: Question,
-    nodes: int,
-    until_s: float | None,
-) -> "Setting":
-    from oobleck.core.errors import PlanInfeasible
-    from oobleck.planner.recovery.terms import Terms
-    from oobleck.planner.search.firstplan import node_specification
-    from oobleck.planner.simulate.compare import set_up
-    from oobleck.planner.simulate.shapes import Shapes
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Case:
+    """Trace and job that are replayed, with settings that --search may change."""
 
-    profile = question.profile
-    if question.global_batch % profile.microbatch:
-        raise CommandFailed(
-            f"--global-batch {question.global_batch}: it must be a multiple of the micro-batch "
-            f"({profile.microbatch})",
-            USAGE,
+    path: Path
+    trace: "Trace"
+    question: Question
+    nodes: int
+    until_s: float | None
+    costs: "Costs"
+    #: Plans by fault tolerance and fewest nodes of a pipeline.
+    shapes: dict[tuple[int, int], "Shapes"] = field(default_factory=dict)
+
+    def point(self, spares: int) -> "Point":
+        """Return the settings that were given."""
+        from oobleck.planner.simulate.search import Point
+
+        return Point(
+            fault_tolerance=self.question.fault_tolerance,
+            spares=spares,
+            min_nodes=self.question.min_nodes,
+            checkpoint_every_s=self.costs.checkpoint_every_s,
         )
-    most = max(nodes, *(live for _, live in trace.live()))
-    try:
+
+    def setting(self, point: "Point") -> "Setting":
+        """Return the setting of replays. Raises CommandFailed."""
+        from oobleck.core.errors import PlanInfeasible
+        from oobleck.planner.simulate.compare import set_up
+
+        try:
+            return set_up(
+                self.trace,
+                self._shapes(point),
+                nodes=self.nodes,
+                costs=replace(self.costs, checkpoint_every_s=point.checkpoint_every_s),
+                until_s=self.until_s,
+                spares=point.spares,
+            )
+        except PlanInfeasible as error:
+            raise CommandFailed(str(error), USAGE) from error
+        except ValueError as error:
+            raise CommandFailed(f"--trace {self.path}: {error}", USAGE) from error
+
+    def _shapes(self, point: "Point") -> "Shapes":
+        from oobleck.planner.recovery.terms import Terms
+        from oobleck.planner.search.firstplan import node_specification
+        from oobleck.planner.simulate.shapes import Shapes
+
+        key = point.fault_tolerance, point.min_nodes
+        if key in self.shapes:
+            return self.shapes[key]
+        question, profile = self.question, self.question.profile
+        if question.global_batch % profile.microbatch:
+            raise CommandFailed(
+                f"--global-batch {question.global_batch}: it must be a multiple of the micro-batch "
+                f"({profile.microbatch})",
+                USAGE,
+            )
         sizes = node_specification(
             profile,
-            nodes=most,
-            fault_tolerance=question.fault_tolerance,
-            min_nodes=question.min_nodes,
+            nodes=max(self.nodes, *(live for _, live in self.trace.live())),
+            fault_tolerance=point.fault_tolerance,
+            min_nodes=point.min_nodes,
             shadows=question.shadows,
         )
-        shapes = Shapes(
-            Terms(
-                profile=profile,
-                sizes=sizes,
-                fault_tolerance=question.fault_tolerance,
-                tied=question.tied,
-                schedule=question.schedule,
-                shadows=question.shadows,
-            ),
-            microbatches=question.global_batch // profile.microbatch,
+        terms = Terms(
+            profile=profile,
+            sizes=sizes,
+            fault_tolerance=point.fault_tolerance,
+            tied=question.tied,
+            schedule=question.schedule,
+            shadows=question.shadows,
         )
-        return set_up(trace, shapes, nodes=nodes, costs=costs, until_s=until_s)
-    except PlanInfeasible as error:
-        raise CommandFailed(str(error), USAGE) from error
-    except ValueError as error:
-        raise CommandFailed(f"--trace {path}: {error}", USAGE) from error
+        microbatches = question.global_batch // profile.microbatch
+        return self.shapes.setdefault(key, Shapes(terms, microbatches=microbatches))
 
 
-def _compare(setting: "Setting", policies: Sequence[RecoveryPolicy], nodes: int) -> "Comparison":
+def _search(
+    case: _Case, start: "Point", policy: RecoveryPolicy, price: float | None
+) -> Mapping[str, Any]:
+    """Return the best settings and how much worse others are, as plain data."""
+    from oobleck.planner.simulate.compare import node_seconds
+    from oobleck.planner.simulate.replay import replay
+    from oobleck.planner.simulate.search import NOTHING, Point, Tried, search
+
+    objective = "samples_per_s" if price is None else "cost_per_million_samples"
+    until_s = case.trace.end_s if case.until_s is None else case.until_s
+    tell, clear = _progress(until_s)
+
+    def attempt(point: Point) -> Tried:
+        try:
+            setting = case.setting(point)
+        except CommandFailed as refused:
+            return Tried(point=point, value=NOTHING, told={}, refused=str(refused))
+        result = replay(setting, policy, lambda at: tell("search", at))
+        told = result.data(price, node_seconds(setting))
+        value = told[objective]
+        if value is None:
+            return Tried(point=point, value=NOTHING, told={}, refused="no sample")
+        return Tried(
+            point=point,
+            value=value if price is None else -value,
+            told={name: told[name] for name in (*_SEARCHED, objective) if name in told},
+        )
+
+    try:
+        return search(start, case.nodes, attempt).data(objective)
+    finally:
+        clear()
+
+
+def _compare(setting: "Setting", policies: Sequence[RecoveryPolicy]) -> "Comparison":
     from oobleck.planner.simulate.compare import compare
 
     tell, clear = _progress(setting.until_s)
     try:
-        return compare(setting, policies, nodes, tell)
+        return compare(setting, policies, tell)
     finally:
         clear()
 
@@ -294,9 +431,43 @@ def simulation_text(data: dict[str, Any], width: int | None = None) -> str:
         parts.append(f"{name}: {made}" if made else f"{name}: no plan")
         if each["failed_at"] is not None:
             parts.append(f"{name} cannot go on from {each['failed_at']:g} s: {each['reason']}")
+    if "search" in data:
+        parts += _search_lines(data["search"])
     parts += data.get("notes", [])
     lines = printable("\n".join([parts[0], "", *parts[1:]])).split("\n")
     return "\n".join(folded(line, width, indent=2) for line in lines)
+
+
+def _search_lines(found: dict[str, Any]) -> list[str]:
+    from oobleck.core.units import count
+
+    def line(what: str, one: dict[str, Any]) -> str:
+        settings = (
+            f"fault tolerance {one['fault_tolerance']}, {count(one['spares'], 'spare')}, pipelines "
+            f"of at least {count(one['min_nodes'], 'node')}, checkpoints every "
+            f"{one['checkpoint_every_s']:g} s"
+        )
+        if "refused" in one:
+            return f"{what}: {settings}: {one['refused']}"
+        value = f"{found['objective'].replace('_', ' ')} {one[found['objective']]:.5g}"
+        worse = f", {100 * one['worse_by']:.2f}% worse" if what != "best" else ""
+        return f"{what}: {settings}: {value}{worse}"
+
+    second = [] if found["second"] is None else [line("second", found["second"])]
+    near = [line("neighbour", one) for one in found["neighbours"]]
+    return [f"{found['tried']} settings were tried", line("best", found["best"]), *second, *near]
+
+
+def _check_plot(path: Path) -> None:
+    """Raise CommandFailed unless the plot can be made there."""
+    from importlib.util import find_spec
+
+    if find_spec("matplotlib") is None:
+        raise CommandFailed(
+            "--plot needs the package matplotlib: pip install 'oobleck-cluster[plot]'", USAGE
+        )
+    if not path.absolute().parent.is_dir():
+        raise CommandFailed(f"--plot {path}: its folder does not exist; make it first", USAGE)
 
 
 def _row(name: str, each: dict[str, Any]) -> list[object]:

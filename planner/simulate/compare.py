@@ -10,7 +10,7 @@ from typing import Any
 from oobleck.core.errors import PlanInfeasible
 from oobleck.core.job.spec import RecoveryPolicy
 from oobleck.core.units import count
-from oobleck.planner.simulate.account import Result, ticks
+from oobleck.planner.report.account import Result, ticks
 from oobleck.planner.simulate.costs import Costs
 from oobleck.planner.simulate.replay import Setting, replay
 from oobleck.planner.simulate.shapes import Shapes
@@ -53,10 +53,17 @@ class Comparison:
 
 
 def set_up(
-    trace: Trace, shapes: Shapes, *, nodes: int, costs: Costs, until_s: float | None
+    trace: Trace,
+    shapes: Shapes,
+    *,
+    nodes: int,
+    costs: Costs,
+    until_s: float | None,
+    spares: int = 0,
 ) -> Setting:
-    """Return the setting of replays. Raises PlanInfeasible where so many nodes have no plan, and
-    ValueError, with the line, where the trace never has enough nodes."""
+    """Return the setting of replays, with `spares` of the nodes outside the job until it loses one.
+    Raises PlanInfeasible where so many nodes have no plan, and ValueError, with the line, where the
+    trace never has enough nodes."""
     full = shapes.first(nodes)
     end_s = trace.end_s if until_s is None else until_s
     if ticks(end_s) <= 0:
@@ -65,6 +72,8 @@ def set_up(
     for instant, live in trace.live():
         if live > most:
             most, line = live, instant.line
+    if spares:
+        shapes.first(nodes - spares)
     try:
         shapes.first(most)
     except PlanInfeasible as infeasible:
@@ -78,23 +87,37 @@ def set_up(
         until_s=end_s,
         full_step_s=full.step_s,
         batch=shapes.microbatches * shapes.terms.profile.microbatch,
+        nodes=nodes,
+        most_nodes=nodes - spares if spares else None,
     )
 
 
 def compare(
     setting: Setting,
     policies: Sequence[RecoveryPolicy],
-    nodes: int,
     tell: Callable[[str, float], None] = lambda what, time_s: None,
 ) -> Comparison:
-    """Replay the trace under each policy. `nodes`: those of the full cluster. `tell` gets what is
-    being done and how far it is."""
+    """Replay the trace under each policy. `tell` gets what is being done and how far it is."""
     results = {
         policy: replay(setting, policy, lambda at, name=policy: tell(name, at))  # type: ignore[misc]
         for policy in policies
     }
-    node_s = sum(span_s * live for span_s, live in _spans(setting))
-    return Comparison(results=results, bounds=_bounds(setting, nodes, node_s, tell), node_s=node_s)
+    node_s = node_seconds(setting)
+    return Comparison(results=results, bounds=_bounds(setting, node_s, tell), node_s=node_s)
+
+
+def node_seconds(setting: Setting) -> float:
+    """Return the sum of the live nodes' time, whether or not they are in the plan."""
+    return sum(span_s * live for span_s, live in _spans(setting))
+
+
+def live_nodes(setting: Setting) -> list[tuple[float, int]]:
+    """Return the times of changes in seconds, each with the number of live nodes from then on."""
+    at_s, found = 0.0, []
+    for span_s, live in _spans(setting):
+        found.append((at_s, live))
+        at_s += span_s
+    return found
 
 
 def _spans(setting: Setting) -> list[tuple[float, int]]:
@@ -107,9 +130,7 @@ def _spans(setting: Setting) -> list[tuple[float, int]]:
     return [*spans, (setting.until_s - before_s, before)]
 
 
-def _bounds(
-    setting: Setting, nodes: int, node_s: float, tell: Callable[[str, float], None]
-) -> Bounds:
+def _bounds(setting: Setting, node_s: float, tell: Callable[[str, float], None]) -> Bounds:
     full = setting.batch / setting.full_step_s
     spans = [(span_s, live) for span_s, live in _spans(setting) if span_s]
     best, rates = 0.0, {}
@@ -120,7 +141,7 @@ def _bounds(
     free = sum(span_s * rates[live] for span_s, live in spans)
     return Bounds(
         free_changes=free / setting.until_s,
-        live_nodes=full * node_s / nodes / setting.until_s,
+        live_nodes=full * node_s / setting.nodes / setting.until_s,
         full=full,
     )
 

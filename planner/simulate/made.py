@@ -15,6 +15,8 @@ from oobleck.planner.simulate.trace import Row
 
 _DAY_S = 86_400.0
 _MOST_EVENTS = 2_000_000
+#: Most seconds, days, and the like.
+_MOST = 1_000_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,10 +38,13 @@ class Make:
         for one in fields(self):
             value = getattr(self, one.name)
             least = 1 if one.name in ("nodes", "rack") else 0
-            if not (math.isfinite(value) and least <= value <= 1e9):
-                raise ValueError(f"{one.name.removesuffix('_s')}: {value} is not from {least} on")
+            name, unit = one.name.removesuffix("_s"), " s" if one.name.endswith("_s") else ""
+            if not (math.isfinite(value) and least <= value <= _MOST):
+                raise ValueError(f"{name}: {value}{unit}; give {least} to {_MOST:,}{unit}")
         if not (self.mtbf_s or self.rack_mtbf_s):
-            raise ValueError("mtbf: nothing would ever fail; give mtbf or rack_mtbf")
+            raise ValueError("mtbf: nothing would ever fail; give an mtbf above 0")
+        if self.rack_mtbf_s and self.rack == 1:
+            raise ValueError("rack_mtbf: no racks; give also the nodes of a rack, as rack=16")
         if not self.days:
             raise ValueError("days: a trace of no time; give a number above 0")
         if self.nodes > MOST_NODES:

@@ -14,7 +14,7 @@ from oobleck.core.job.spec import RecoveryPolicy
 from oobleck.planner.recovery import course
 from oobleck.planner.recovery.course import PlanWanted
 from oobleck.planner.recovery.rules import Next
-from oobleck.planner.simulate.account import Account, Cause, Result, seconds, ticks
+from oobleck.planner.report.account import Account, Cause, Result, seconds, ticks
 from oobleck.planner.simulate.costs import Costs
 from oobleck.planner.simulate.shapes import Outcome, Rates, Shape, Shapes, swapped
 from oobleck.planner.simulate.trace import Instant, Trace
@@ -50,6 +50,10 @@ class Setting:
     full_step_s: float
     #: Samples of a step.
     batch: int
+    #: Nodes of the full cluster.
+    nodes: int
+    #: Most nodes of the job; further live ones are its spares. None: all of them.
+    most_nodes: int | None = None
 
 
 class Replay:
@@ -100,14 +104,17 @@ class Replay:
     def run(self, tell: Callable[[float], None] = lambda time_s: None) -> Result:
         """Replay the trace to its end, and tell the time now and then."""
         end = ticks(self._setting.until_s)
+        curve = [(0.0, 0.0)]
         for instant in self._setting.trace.instants:
             at = ticks(instant.time_s)
             if at >= end:
                 break
             self._advance(at)
+            curve.append((instant.time_s, self._samples()))
             self._apply(instant)
             tell(instant.time_s)
         self._advance(end)
+        curve.append((self._setting.until_s, self._samples()))
         waits = self._waits_since if self._due() is None else None
         return Result(
             account=self.account,
@@ -115,7 +122,12 @@ class Replay:
             failed_at=None if waits is None else seconds(waits),
             reason="" if waits is None else self._reason,
             full=self._setting.batch / self._setting.full_step_s,
+            nodes=self._setting.nodes,
+            curve=tuple(curve),
         )
+
+    def _samples(self) -> float:
+        return (self.account.steps + self._share()) * self._setting.batch
 
     # ---- Time
 
@@ -155,6 +167,8 @@ class Replay:
         account = self.account
         if cause is None:
             account.useful += spent
+            account.worked += spent
+            account.worked_nodes += spent * len(self._seats)
         else:
             account.badput[cause] += spent
         self._now += spent
@@ -289,17 +303,18 @@ class Replay:
 
     def _joiners(self) -> list[str]:
         """Return the nodes outside the plan that may join."""
-        return [
+        found = [
             name
             for name in self._live
             if name not in self._seats
             and name not in self._draining
             and self._rates.get(name, 1.0) == 1
         ]
+        return found[: self._room()]
 
     def _fresh(self, *, slow: bool = False) -> list[str]:
         """Return the nodes outside the plan that can take part now; `slow`: slow ones as well."""
-        return [
+        found = [
             name
             for name, ready_at in self._live.items()
             if ready_at <= self._now
@@ -307,6 +322,14 @@ class Replay:
             and name not in self._draining
             and (slow or self._rates.get(name, 1.0) == 1)
         ]
+        return found[: self._room()]
+
+    def _room(self) -> int | None:
+        """Return how many nodes the job may take in; None: any number."""
+        most = self._setting.most_nodes
+        if most is None:
+            return None
+        return max(0, most - sum(name not in self._draining for name in self._seats))
 
     def _propose(
         self,

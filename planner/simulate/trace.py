@@ -3,15 +3,18 @@
 Owns the form of a trace, and which rows contradict each other. Must not know jobs nor plans.
 """
 
+import heapq
 import math
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from itertools import groupby
 
 #: - add, remove: a node is there from then on, or gone with all that it holds.
 #: - slow: its workers compute at this share of the profiled speed; 1: they are well again.
-#: - notice: it will be removed after so many seconds, so it is drained.
+#: - notice: it will be removed after so many seconds, so it is drained. A remove row of the node,
+#:   if one follows, says when it really goes.
 #: - repair: its worker process has died and is started anew.
 EVENTS = ("add", "remove", "slow", "notice", "repair")
 _WITH_VALUE = ("slow", "notice")
@@ -56,7 +59,7 @@ class Trace:
 
     @property
     def end_s(self) -> float:
-        """Time of the last row."""
+        """Time of the last row, or the end of a later notice."""
         return self.instants[-1].time_s
 
     def live(self) -> Iterator[tuple[Instant, int]]:
@@ -69,7 +72,12 @@ class Trace:
 
 def parse_trace(text: str) -> Trace:
     """Parse a trace. Raises ValueError with the line and the fix."""
-    return trace_of(_rows(text.splitlines()))
+    return trace_of(parse_rows(text))
+
+
+def parse_rows(text: str) -> Iterator[Row]:
+    """Yield the rows of a trace's text. Raises ValueError with the line and the fix."""
+    return _rows(text.splitlines())
 
 
 def trace_of(rows: Iterable[Row]) -> Trace:
@@ -77,7 +85,7 @@ def trace_of(rows: Iterable[Row]) -> Trace:
     present: set[str] = set()
     instants = [
         _instant(time_s, list(own), present)
-        for time_s, own in groupby(_in_order(rows), key=lambda row: row.time_s)
+        for time_s, own in groupby(_with_ends([*_in_order(rows)]), key=lambda row: row.time_s)
     ]
     if not instants:
         raise ValueError("line 1: no rows; give at least the nodes at time 0, as 0,add,n1")
@@ -152,6 +160,33 @@ def _in_order(rows: Iterable[Row]) -> Iterator[Row]:
             )
         before_s = row.time_s
         yield row
+
+
+def _with_ends(rows: Sequence[Row]) -> Iterable[Row]:
+    """Return the rows with a remove at the end of each notice that no remove row follows."""
+    ends: dict[tuple[str, int], Row] = {}
+    removed: dict[str, bool] = {}
+    times_added: Counter[str] = Counter()
+    for row in reversed(rows):
+        match row.event:
+            case "remove":
+                removed[row.node] = True
+            case "add":
+                removed[row.node] = False
+                times_added[row.node] += 1
+            case "notice" if not removed.get(row.node, False):
+                assert row.value is not None, "checked by the parser"
+                key, at = (row.node, times_added[row.node]), row.time_s + row.value
+                if key not in ends or at <= ends[key].time_s:
+                    ends[key] = Row(at, "remove", row.node, row.value, row.line)
+            case _:
+                pass
+    # A node may come back at the very end of its notice, which itself comes before its end.
+    return heapq.merge(
+        rows,
+        sorted(ends.values(), key=lambda row: (row.time_s, row.line, row.node)),
+        key=lambda row: (row.time_s, 0 if row.event == "remove" and row.value else 1),
+    )
 
 
 def _instant(time_s: float, rows: list[Row], present: set[str]) -> Instant:

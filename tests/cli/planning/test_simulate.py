@@ -127,7 +127,55 @@ def test_a_wrong_trace_is_refused_with_its_line(
         (["--global-batch", "1"], "global_batch"),
         (["--make", "mtbf=1d"], "--make nodes: missing"),
         (["--microbatch", "3"], "--microbatch 3: "),
+        (["--spares", "6"], "--spares 6: give fewer than --nodes 6"),
+        (["--policy", "all", "--search"], "--search searches under one policy"),
     ],
 )
 def test_wrong_usage_is_refused(asked: tuple[str, ...], more: list[str], told: str) -> None:
     assert told in refused(run(*asked, *more), 2)
+
+
+def test_search_tells_the_best_settings_and_how_much_worse_others_are(
+    asked: tuple[str, ...],
+) -> None:
+    found = json.loads(run(*asked, "--until", "10m", "--search", "--price", "2", "--json").stdout)
+    searched = found["search"]
+    assert searched["objective"] == "cost_per_million_samples"
+    best = searched["best"]
+    given = found["policies"]["auto"]
+    assert best["cost_per_million_samples"] <= given["cost_per_million_samples"]
+    assert all(one.get("worse_by", 0) >= 0 for one in searched["neighbours"])
+    table = run(*asked, "--until", "10m", "--search").stdout
+    assert "best: fault tolerance " in table
+    assert "neighbour: " in table
+
+
+def test_a_row_may_name_a_rack(asked: tuple[str, ...], tmp_path: Path) -> None:
+    racks = tmp_path / "racks.csv"
+    racks.write_text("node,rack\nn1,left\nn2,left\n")
+    write(tmp_path, f"{SIX}60,remove,left\n")
+    result = run(*asked, "--until", "2m", "--racks", str(racks), "--json")
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout)["policies"]["auto"]["events"] == 1
+    racks.write_text("n1,left\n")
+    told = refused(run(*asked, "--racks", str(racks)), 2)
+    assert f"--racks {racks}: line 1: no header; it must be node,rack" in told
+
+
+def test_spares_cost_their_price_and_samples(asked: tuple[str, ...]) -> None:
+    def figures(*more: str) -> tuple[float, float]:
+        result = run(*asked, "--until", "10m", "--price", "2", "--json", *more)
+        auto = json.loads(result.stdout)["policies"]["auto"]
+        return auto["cost"], auto["samples"]
+
+    (cost, samples), (same_cost, fewer) = figures(), figures("--spares", "1")
+    assert cost == same_cost
+    assert fewer < samples
+
+
+def test_a_plot_has_a_png_of_all_policies(asked: tuple[str, ...], tmp_path: Path) -> None:
+    path = tmp_path / "out.png"
+    assert run(*asked, "--policy", "all", "--until", "5m", "--plot", str(path)).returncode == 0
+    assert path.read_bytes().startswith(b"\x89PNG")
+    nowhere = tmp_path / "no" / "out.png"
+    assert "its folder does not exist" in refused(run(*asked, "--plot", str(nowhere)), 2)

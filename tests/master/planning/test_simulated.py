@@ -7,7 +7,7 @@ from oobleck.master.events.jobs import PlanMade
 from oobleck.master.planning import client
 from oobleck.planner.recovery.terms import Terms
 from oobleck.planner.recovery.worth import CHANGE_S
-from oobleck.planner.simulate.account import Result
+from oobleck.planner.report.account import Result
 from oobleck.planner.simulate.compare import set_up
 from oobleck.planner.simulate.costs import Costs
 from oobleck.planner.simulate.replay import replay

@@ -1,5 +1,6 @@
 """Replays of traces: what each moment is spent on, against sums by hand and a plain loop."""
 
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,10 +13,10 @@ from hypothesis import strategies as st
 from oobleck.core.job.spec import RecoveryPolicy
 from oobleck.core.profile import Profile
 from oobleck.planner.recovery.terms import Terms
+from oobleck.planner.report.account import Result
 from oobleck.planner.report.report import make_report
 from oobleck.planner.search.firstplan import node_specification
-from oobleck.planner.simulate.account import Result
-from oobleck.planner.simulate.compare import compare, set_up
+from oobleck.planner.simulate.compare import compare, node_seconds, set_up
 from oobleck.planner.simulate.costs import Costs, parse_costs
 from oobleck.planner.simulate.replay import replay
 from oobleck.planner.simulate.shapes import Shapes
@@ -180,6 +181,9 @@ def test_a_notice_long_enough_leaves_nothing_to_redo() -> None:
     late = result(trace((5, "notice", "n2", 0.25), (5.25, "remove", "n2")), 500)
     assert late.account.badput["redone_step"] > 0
     assert early.samples > late.samples
+    # Without a remove row, the notice alone says when the node goes.
+    alone = result(trace((5, "notice", "n2", 9 * step_s)), 500)
+    assert alone.data() == early.data()
 
 
 def test_a_job_waits_for_nodes_and_goes_on_with_what_survivors_hold() -> None:
@@ -247,14 +251,22 @@ def rows_of(events: Sequence[tuple[int, str, int, float]]) -> list[Row]:
     """Those of the events that do not contradict each other."""
     there = {f"n{number}" for number in range(1, NODES + 1)}
     rows = [Row(0.0, "add", name) for name in sorted(there)]
+    ends: dict[str, float] = {}
     for at, event, number, value in sorted(events):
         name = f"n{number}"
+        if ends.get(name, math.inf) <= at / 4:
+            there.discard(name)
+            del ends[name]
         if (event == "add") == (name in there):
             continue
         (there.add if event == "add" else there.discard)(name) if event in (
             "add",
             "remove",
         ) else None
+        if event == "notice":
+            ends.setdefault(name, at / 4 + 60 * value)
+        elif event in ("add", "remove"):
+            ends.pop(name, None)
         told = {"slow": value, "notice": 60 * value}.get(event)
         rows.append(Row(at / 4, event, name, told))
     return rows
@@ -296,7 +308,7 @@ def spans(live: Sequence[tuple[object, int]], until_s: float) -> list[tuple[floa
 def test_bounds_follow_from_the_live_nodes() -> None:
     found = trace((50, "remove", "n1"), (50, "remove", "n2"), (75, "add", "x"))
     setting = set_up(found, shapes(), nodes=NODES, costs=COSTS, until_s=100)
-    bounds = compare(setting, ["templates"], NODES).bounds
+    bounds = compare(setting, ["templates"]).bounds
     step = {count: shapes().first(count).step_s for count in (4, 5, 6)}
     mean = (50 / step[6] + 25 / step[4] + 25 / step[5]) / 100
     assert bounds.free_changes == pytest.approx(MICROBATCHES * mean)
@@ -426,3 +438,20 @@ def test_a_job_that_fails_has_not_returned() -> None:
     lost = [(70.0, "remove", f"n{number}") for number in range(1, NODES + 1)]
     found = result(trace(*lost), 1000)
     assert (found.failed_at, found.account.returns) == (70, 0)
+
+
+def test_spares_stay_outside_until_a_node_is_lost_and_then_take_its_place() -> None:
+    found = trace((10, "remove", "n2"), (60, "add", "x"))
+    setting = set_up(found, shapes(), nodes=NODES, costs=COSTS, until_s=120, spares=1)
+    replayed = replay(setting, "templates")
+    # One of six nodes stays outside at first, and again from when the lost one is back.
+    outside = replayed.data()["idle_node_s"]
+    stalled = replayed.data()["seconds"]["stalled"]
+    assert outside == pytest.approx(10 + 60, abs=stalled + 1)
+    assert [name for name, _ in sorted(replayed.account.counts)] == ["templates"] * 2
+    assert replayed.account.counts["templates", "first"] == 1
+    assert sum(replayed.account.counts.values()) == 2
+    assert node_seconds(setting) == 10 * 6 + 50 * 5 + 60 * 6
+    times = [time for time, _ in replayed.curve]
+    assert times == [0, 0, 10, 60, 120]
+    assert replayed.curve[-1][1] == replayed.samples

@@ -20,14 +20,35 @@ def test_rows_of_one_time_are_one_event() -> None:
         Instant(time_s=5.0, line=5, removed=("a",), added=("a",), rates={"b": 0.5}),
         Instant(time_s=7.5, line=8, noticed=("b",)),
         Instant(time_s=8.0, line=9, repaired=("a",)),
+        Instant(time_s=127.5, line=8, removed=("b",)),
     )
-    assert [live for _, live in trace.live()] == [2, 2, 2, 2]
-    assert trace.end_s == 8
+    assert [live for _, live in trace.live()] == [2, 2, 2, 2, 1]
+    assert trace.end_s == 127.5
 
 
 def test_a_node_that_comes_and_goes_at_one_time_was_never_there() -> None:
     (instant,) = parse_trace("time_s,event,node\n1,add,a\n1,remove,a\n").instants
     assert (instant.added, instant.removed) == ((), ())
+
+
+def test_a_node_goes_at_the_end_of_its_notice_unless_a_row_says_when() -> None:
+    head = "0,add,a\n0,add,b\n0,add,c\n"
+    found = parse_trace(f"{HEAD}{head}10,notice,a,30\n20,notice,b,30\n25,remove,b\n90,add,a")
+    assert [(one.time_s, one.noticed, one.removed, one.added) for one in found.instants[1:]] == [
+        (10, ("a",), (), ()),
+        (20, ("b",), (), ()),
+        (25, (), ("b",), ()),
+        (40, (), ("a",), ()),
+        (90, (), (), ("a",)),
+    ]
+    again = parse_trace(f"{HEAD}{head}10,notice,a,30\n40,add,a")
+    assert (again.instants[-1].removed, again.instants[-1].added) == (("a",), ("a",))
+    at_once = parse_trace(f"{HEAD}{head}10,notice,a,0")
+    assert [one.removed for one in at_once.instants] == [(), ("a",)]
+    told_twice = parse_trace(f"{HEAD}{head}10,notice,a,30\n12,notice,a,20")
+    assert [one.time_s for one in told_twice.instants] == [0, 10, 12, 32]
+    with pytest.raises(ValueError, match="line 6: adds a, which is there already"):
+        parse_trace(f"{HEAD}{head}10,notice,a,30\n39,add,a")
 
 
 @pytest.mark.parametrize(
@@ -93,7 +114,11 @@ def test_a_rack_fails_as_a_whole() -> None:
         ("nodes=3,mtbf=1d,repair=1h,days=1,nodes=4", "nodes: given twice"),
         ("nodes=3,mtbf=1x,repair=1h,days=1", "mtbf: '1x' is no time"),
         ("nodes=3.5,mtbf=1d,repair=1h,days=1", "nodes: '3.5' is no whole number"),
-        ("nodes=0,mtbf=1d,repair=1h,days=1", "nodes: 0 is not from 1 on"),
+        ("nodes=0,mtbf=1d,repair=1h,days=1", "nodes: 0; give 1 to 1,000,000,000"),
+        ("nodes=3,mtbf=1d,repair=1h,days=1,seed=-1", "seed: -1; give 0 to 1,000,000,000"),
+        ("nodes=3,mtbf=1d,repair=40y,days=1", "repair: 1261440000.0 s; give 0 to 1,000,000,000 s"),
+        ("nodes=3,mtbf=0s,repair=1h,days=1", "mtbf: nothing would ever fail; give an mtbf above 0"),
+        ("nodes=32,mtbf=1d,rack_mtbf=1y,repair=1h,days=1", "rack_mtbf: no racks; give also"),
         ("nodes=3,mtbf=1d,repair=1h,days=0", "days: a trace of no time"),
         ("nodes=1000,mtbf=1s,repair=1h,days=365", "mtbf: about"),
         ("nodez=3", "'nodez=3': give mtbf, repair, "),

@@ -1,4 +1,5 @@
-"""Account of a replay: each moment of the wall time is useful, redone, stalled, or waiting.
+"""Account of a job, replayed or real: each moment of the wall time is useful, redone, stalled, or
+waiting.
 
 Times are whole numbers of ticks, so that sums are exact. A tick is a power of two of a second, so
 that sums of the told seconds are exact as well. Must not know plans.
@@ -18,6 +19,12 @@ TICKS = 1 << 24
 #: - redone_step: work of broken steps that was done again.
 #: - redone_checkpoint: work since a checkpoint that was done again.
 #: - waiting: no plan was possible.
+#:
+#: Only of a real job:
+#: - queued: before its first turn, and while another job had the turn.
+#: - startup: from the turn, or the first plan, until the first step begins.
+#: - evaluation: on held-out data.
+#: - other: pauses between steps, and what no record explains.
 Cause = Literal[
     "detect",
     "plan",
@@ -32,8 +39,26 @@ Cause = Literal[
     "redone_step",
     "redone_checkpoint",
     "waiting",
+    "queued",
+    "startup",
+    "evaluation",
+    "other",
 ]
 _REDONE: frozenset[Cause] = frozenset({"redone_step", "redone_checkpoint"})
+_WAITING: frozenset[Cause] = frozenset({"waiting", "queued"})
+#: Names of ml-goodput-measurement's BadputType.
+_TYPES: Mapping[Cause, str] = {
+    "startup": "PROGRAM_STARTUP",
+    "first_step": "PROGRAM_STARTUP",
+    "save": "UNPRODUCTIVE_CHECKPOINT_SAVE_TIME",
+    "load": "UNPRODUCTIVE_CHECKPOINT_RESTORE_TIME",
+    "redone_step": "WASTED_PROGRESS_FROM_DISRUPTION",
+    "redone_checkpoint": "WASTED_PROGRESS_FROM_DISRUPTION",
+    "evaluation": "CUSTOM_BADPUT_EVENTS",
+    "queued": "OTHER",
+    "other": "OTHER",
+}
+_TYPE = "INFRASTRUCTURE_RECOVERY_FROM_DISRUPTION"
 
 
 def ticks(seconds: float) -> int:
@@ -44,6 +69,37 @@ def seconds(ticks: int) -> float:
     return ticks / TICKS
 
 
+def spent_data(useful: int, badput: Mapping[Cause, int], stepped: float) -> dict[str, Any]:
+    """Return where the wall time went, as plain data, for JSON.
+
+    `stepped`: mean share of the nodes that took part in useful time.
+    """
+    total = sum(badput.values())
+    wall = useful + total
+    redone = sum(badput.get(cause, 0) for cause in _REDONE)
+    waiting = sum(badput.get(cause, 0) for cause in _WAITING)
+    types: Counter[str] = Counter()
+    for cause, spent in badput.items():
+        types[_TYPES.get(cause, _TYPE)] += spent
+    turn = wall - badput.get("queued", 0)
+    goodput, ettr = (useful / span if span else 0.0 for span in (turn, wall))
+    return {
+        "goodput": goodput,
+        "ettr": ettr,
+        "node_goodput": goodput * stepped,
+        "node_ettr": ettr * stepped,
+        "wall_s": seconds(wall),
+        "seconds": {
+            "useful": seconds(useful),
+            "redone": seconds(redone),
+            "stalled": seconds(total - redone - waiting),
+            "waiting": seconds(waiting),
+        },
+        "badput": {cause: seconds(spent) for cause, spent in sorted(badput.items()) if spent},
+        "badput_types": {name: seconds(spent) for name, spent in sorted(types.items()) if spent},
+    }
+
+
 @dataclass(slots=True, kw_only=True)
 class Account:
     """Sums of a replay up to now."""
@@ -51,6 +107,10 @@ class Account:
     #: Samples of each step.
     batch: int
     useful: int = 0
+    #: Ticks in which training went on, whether or not they were redone later, and the sum of these
+    #: over the nodes of the plan.
+    worked: int = 0
+    worked_nodes: int = 0
     badput: Counter[Cause] = field(default_factory=Counter)
     #: Committed steps that no return has undone.
     steps: int = 0
@@ -103,6 +163,10 @@ class Result:
     reason: str
     #: Samples per second of the first plan on all nodes.
     full: float
+    #: Nodes of the full cluster.
+    nodes: int
+    #: Samples so far at times in seconds.
+    curve: tuple[tuple[float, float], ...] = ()
 
     @property
     def samples(self) -> float:
@@ -116,30 +180,17 @@ class Result:
 
     def data(self, price: float | None = None, node_s: float = 0.0) -> Mapping[str, Any]:
         """Return it as plain data, for JSON. `price`: that of a node for an hour."""
-        own, wall = self.account, self.account.wall
-        redone = sum(own.badput[cause] for cause in _REDONE)
-        waiting = own.badput["waiting"]
-        goodput = own.useful / wall if wall else 0.0
+        own = self.account
+        stepped = own.worked_nodes / own.worked / self.nodes if own.worked else 0.0
         told = {
             "samples": self.samples,
             "samples_per_s": self.samples_per_s,
             "samples_per_s_of_full": self.samples_per_s / self.full,
             "steps": own.steps,
-            "goodput": goodput,
-            "ettr": goodput,
-            "wall_s": seconds(wall),
-            "seconds": {
-                "useful": seconds(own.useful),
-                "redone": seconds(redone),
-                "stalled": seconds(own.badput.total() - redone - waiting),
-                "waiting": seconds(waiting),
-            },
-            "badput": {
-                cause: seconds(spent) for cause, spent in sorted(own.badput.items()) if spent
-            },
+            **spent_data(own.useful, own.badput, stepped),
             "idle_node_s": seconds(own.idle_nodes),
             "events": own.events,
-            "counts": _nested(own.counts),
+            "counts": nested(own.counts),
             "redone_samples": own.redone_samples,
             "moved_bytes": own.moved_bytes,
             "returns": own.returns,
@@ -154,7 +205,8 @@ class Result:
         return told
 
 
-def _nested(counts: Mapping[tuple[str, str], int]) -> dict[str, dict[str, int]]:
+def nested(counts: Mapping[tuple[str, str], int]) -> dict[str, dict[str, int]]:
+    """Return the counts by policy, then by rule."""
     found: dict[str, dict[str, int]] = {}
     for (policy, rule), number in sorted(counts.items()):
         found.setdefault(policy, {})[rule] = number
