@@ -25,6 +25,10 @@ COMMANDS = {
     "jobs": ("oobleck.cli.reading.show:jobs", "List the jobs."),
     "events": ("oobleck.cli.reading.show:events", "Show the events of a job."),
     "metrics": ("oobleck.cli.jobs.metrics:metrics", "Show the loss of each step, and plot it."),
+    "goodput": (
+        "oobleck.cli.planning.goodput:goodput",
+        "Show what a job's time was spent on.",
+    ),
     "track": ("oobleck.cli.tracking.track:track", "Copy a job's metrics to TensorBoard or W&B."),
     "logs": ("oobleck.cli.reading.show:logs", "Show the output of a job's workers."),
     "dashboard": (
