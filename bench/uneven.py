@@ -69,7 +69,8 @@ def pipelines() -> Plan:
     return Plan.of_pipelines(made, generation=Generation(1), schedule="zb-h1")
 
 
-def row(name: str, slow: Sequence[tuple[int, int, float]]) -> Iterator[str]:
+def relative(slow: Sequence[tuple[int, int, float]]) -> tuple[dict[str, float], float]:
+    """The step of each answer over one without slow workers, `nothing` included; and the bound."""
     plan, costs = pipelines(), profile()
     now = Situation(
         running=plan,
@@ -79,14 +80,19 @@ def row(name: str, slow: Sequence[tuple[int, int, float]]) -> Iterator[str]:
         tied=False,
     )
     healthy_s = estimate_step(plan, costs).step_s
-    steps: dict[str, float] = {each.rule: each.step_s for each in candidates(now)}
-    nothing_s = staying_s(now)
-    yield name
-    yield f"{nothing_s / healthy_s:.2f}"
-    for rule in RULES:
-        yield f"{steps.get(rule, nothing_s) / healthy_s:.2f}"
+    steps = {"nothing": staying_s(now) / healthy_s}
+    steps |= {each.rule: each.step_s / healthy_s for each in candidates(now)}
     workers = PIPELINES * STAGES
-    yield f"{workers / (workers - sum(1 - rate for *_, rate in slow)):.2f}"
+    return steps, workers / (workers - sum(1 - rate for *_, rate in slow))
+
+
+def row(name: str, slow: Sequence[tuple[int, int, float]]) -> Iterator[str]:
+    steps, bound = relative(slow)
+    yield name
+    yield f"{steps['nothing']:.2f}"
+    for rule in RULES:
+        yield f"{steps.get(rule, steps['nothing']):.2f}"
+    yield f"{bound:.2f}"
 
 
 def table() -> Iterator[str]:
