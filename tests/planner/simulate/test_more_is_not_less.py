@@ -1,0 +1,61 @@
+"""More memory, faster links and fewer losses never give fewer samples, but for ties of 1 %."""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from oobleck.core.job.spec import RecoveryPolicy
+from oobleck.core.profile import Profile
+from oobleck.planner.recovery.terms import Terms
+from oobleck.planner.search.firstplan import node_specification
+from oobleck.planner.simulate.compare import set_up
+from oobleck.planner.simulate.costs import Costs
+from oobleck.planner.simulate.replay import replay
+from oobleck.planner.simulate.shapes import Shapes
+from oobleck.planner.simulate.trace import Row, trace_of
+from support.profiles import LINKS, profile_of
+
+NODES, MICROBATCHES, UNTIL_S = 8, 16, 1200.0
+TIE = 0.99
+
+
+def case(seed: int) -> tuple[Profile, list[Row]]:
+    """A model that two or three nodes hold, and nodes that go and mostly come back."""
+    rng = random.Random(seed)
+    times = [rng.choice([0.25, 0.5]) for _ in range(8)]
+    links = replace(LINKS, inter_node_bytes_per_s=rng.choice([250.0, 1e3, 1e5]))
+    memory = rng.choice([3500, 4500])
+    profile = profile_of(times, state=1000, activation=1, memory=memory, links=links)
+    rows = [Row(0.0, "add", f"n{number}") for number in range(NODES)]
+    for number in rng.sample(range(NODES), 4):
+        at = rng.uniform(10, UNTIL_S - 100)
+        rows.append(Row(at, "remove", f"n{number}"))
+        if rng.random() < 0.7:
+            rows.append(Row(at + rng.uniform(30, 300), "add", f"n{number}"))
+    return profile, sorted(rows, key=lambda row: row.time_s)
+
+
+def samples(profile: Profile, rows: list[Row], policy: RecoveryPolicy) -> float:
+    sizes = node_specification(profile, nodes=NODES, fault_tolerance=1)
+    terms = Terms(
+        profile=profile, sizes=sizes, fault_tolerance=1, tied=False, schedule=None, shadows=False
+    )
+    shapes = Shapes(terms, microbatches=MICROBATCHES)
+    setting = set_up(trace_of(rows), shapes, nodes=NODES, costs=Costs(), until_s=UNTIL_S)
+    return replay(setting, policy).samples
+
+
+@pytest.mark.parametrize("policy", ["auto", "templates"])
+@pytest.mark.parametrize("seed", range(5))
+def test_more_is_never_less(seed: int, policy: RecoveryPolicy) -> None:
+    profile, rows = case(seed)
+    given = samples(profile, rows, policy)
+    roomy = replace(profile, gpu_memory_bytes=2 * profile.gpu_memory_bytes)
+    assert samples(roomy, rows, policy) >= TIE * given
+    rate = 4 * profile.links.inter_node_bytes_per_s
+    quick = replace(profile, links=replace(profile.links, inter_node_bytes_per_s=rate))
+    assert samples(quick, rows, policy) >= TIE * given
+    lost = next(row.node for row in rows if row.event == "remove")
+    fewer = [row for row in rows if row.node != lost or row.time_s == 0]
+    assert samples(profile, fewer, policy) >= TIE * given
