@@ -170,19 +170,23 @@ def _changes(job: _Job) -> tuple[list[_Change], list[_Span]]:
     changes: list[_Change] = []
     spans: list[_Span] = []
     before = 0
-    again = {one["generation"] for one in job.events if one["event"] == "restored"}
+    again = {
+        one["generation"] for one in job.events if one["event"] == "restored" and one["lost_steps"]
+    }
     for event in job.events:
         if event["event"] != "reconfigured":
             continue
-        generation, overtaken = event["to_generation"], "superseded_by" in event
-        committed = None if overtaken else job.first.get(generation)
-        end = job.at(event["time"]) if committed is None else committed
+        generation, end = event["to_generation"], job.at(event["time"])
+        committed = None if "superseded_by" in event else job.first.get(generation)
+        # A first step that is done again has no line of its own, and the next one's comes later.
+        if committed is not None and committed <= end:
+            end = committed
         causes = dict(_CAUSES)
         if event["boundary"]:
             causes = dict.fromkeys(causes, "switch")
         if event["policy"] == MORPH:
             causes["transfer"] = "load"
-        if generation in again and committed is None:
+        if generation in again:
             causes["first_step"] = "redone_checkpoint"
         end = max(before, end)
         begin = max(before, end - ticks(event["total_s"]))

@@ -56,12 +56,7 @@ def test_goodput_is_the_time_of_committed_steps_and_the_rest_has_causes(
     assert found["returns"] == 1
     assert found["badput"]["redone_checkpoint"] > 0
     assert found["steps"] == len(lines)
-    first = next(one for one in events if one["event"] == "reconfigured")
-    assert found["badput"]["transfer"] + found["badput"]["meeting"] <= sum(
-        one["phases"]["transfer"] + one["phases"]["rendezvous"]
-        for one in events
-        if one["event"] == "reconfigured"
-    )
-    assert first["phases"]["rendezvous"] > 0
+    changes = [one["phases"] for one in events if one["event"] == "reconfigured"]
+    assert 0 < found["badput"]["meeting"] <= sum(one["rendezvous"] for one in changes) + 1e-6
     shown = cluster.oobleck("goodput", job_id).stdout
     assert f"goodput {100 * found['goodput']:.1f}%" in shown

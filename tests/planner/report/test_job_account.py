@@ -96,7 +96,7 @@ def test_steps_since_the_checkpoint_are_redone() -> None:
             restored,
             change(7, 2, "morph", plan=0.5, transfer=0.5, first_step=1),
         ],
-        # Steps 3 and 4 are trained again until 8, and have their lines already.
+        # Steps 3 and 4 are trained again from 6 to 8, and have their lines already.
         [step(k, k, 1) for k in range(1, 5)] + [step(5, 9, 1, generation=2)],
         9,
     )
