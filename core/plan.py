@@ -278,6 +278,21 @@ class Plan:
         found = {worker: tuple(sorted(idle[worker])) for worker in sorted(idle) if idle[worker]}
         return MappingProxyType(found)
 
+    @cached_property
+    def meeting_routes(self) -> tuple[int, ...]:
+        """Positions of the routes that meet a worker twice, or share a worker with another
+        route."""
+        met: dict[WorkerId, int] = {}
+        for route in self.routes:
+            for hop in route.hops:
+                for worker in hop.workers:
+                    met[worker] = met.get(worker, 0) + 1
+        return tuple(
+            position
+            for position, route in enumerate(self.routes)
+            if any(met[worker] > 1 for hop in route.hops for worker in hop.workers)
+        )
+
     def layer_nodes(self) -> list[set[NodeName]]:
         """Return the nodes that hold each layer; each of them has all of it."""
         nodes: list[set[NodeName]] = [set() for _ in range(self.layer_count)]

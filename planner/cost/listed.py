@@ -25,7 +25,7 @@ from oobleck.planner.cost.kinds import (
 )
 from oobleck.planner.cost.replay import computed_s
 from oobleck.planner.cost.stages import StageCost, idle_bytes, stage_cost
-from oobleck.planner.programs.listing.schedule import listed_routes, planned
+from oobleck.planner.programs.listing.schedule import Foreseen, foreseen, listed_routes
 
 #: Ticks of the longest forward or backward of any hop.
 _FINENESS = 1024
@@ -61,10 +61,10 @@ def with_listing(plan: Plan, profile: Profile, *, split: bool = True) -> Plan:
 
 def estimate_listed(plan: Plan, profile: Profile, *, tied: Ties) -> ListedEstimate:
     """Estimate a step of `plan`, which has a listing by `profile`. Raises PlanInfeasible."""
-    schedule = planned(plan)
+    schedule = foreseen(plan)
     assert schedule is not None, "workers compute in several hops"
     tick_s = _tick_s(_costs(plan, profile))
-    ends_s = {worker: max(ends) * tick_s for worker, ends in schedule.ends.items()}
+    ends_s = {worker: end * tick_s for worker, end in schedule.ends.items()}
     for kind in _closed_kinds(plan, profile):
         asked = Kind(kind.microbatches, pipeline_cut(kind.places, kind.costs, profile))
         (ends,) = computed_s([(plan.schedule, asked)]).values()
@@ -72,7 +72,7 @@ def estimate_listed(plan: Plan, profile: Profile, *, tied: Ties) -> ListedEstima
             for stage, end_s in zip(pipeline.stages, ends, strict=True):
                 ends_s.update(dict.fromkeys(stage.workers, end_s))
     step_s = plan_end_s(plan, ends_s, profile, tied=tied)
-    return ListedEstimate(step_s=step_s, worker_bytes=listed_bytes(plan, profile))
+    return ListedEstimate(step_s=step_s, worker_bytes=_bytes(plan, profile, schedule))
 
 
 def listed_bytes(
@@ -84,8 +84,14 @@ def listed_bytes(
     Each layer is counted as having at least `least_replicas` replicas. List-scheduled workers keep
     the share `kept` of their activations. Raises PlanInfeasible.
     """
-    schedule = planned(plan)
+    schedule = foreseen(plan)
     assert schedule is not None, "workers compute in several hops"
+    return _bytes(plan, profile, schedule, kept, least_replicas)
+
+
+def _bytes(
+    plan: Plan, profile: Profile, schedule: Foreseen, kept: float = 1.0, least_replicas: int = 1
+) -> dict[WorkerId, int]:
     held = _held_bytes(plan, profile, least_replicas)
     found = {
         worker: held[worker] + ceil(kept * schedule.peak_bytes.get(worker, 0))
@@ -125,12 +131,15 @@ def _closed_kinds(plan: Plan, profile: Profile) -> Iterator[_Closed]:
 
 def _costs(plan: Plan, profile: Profile) -> dict[Hop, StageCost]:
     hops = dict.fromkeys(hop for route in plan.routes for hop in route.hops)
-    return {
-        hop: stage_cost(profile, hop.first_layer, hop.last_layer, len(hop.workers)).at(
-            plan.rate(hop.workers)
-        )
-        for hop in hops
-    }
+    known: dict[tuple[int, int, int, float], StageCost] = {}
+    found = {}
+    for hop in hops:
+        width, rate = len(hop.workers), plan.rate(hop.workers)
+        kind = hop.first_layer, hop.last_layer, width, rate
+        if kind not in known:
+            known[kind] = stage_cost(profile, hop.first_layer, hop.last_layer, width).at(rate)
+        found[hop] = known[kind]
+    return found
 
 
 def _tick_s(costs: Mapping[Hop, StageCost]) -> float:

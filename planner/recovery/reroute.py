@@ -2,15 +2,16 @@
 
 ReCycle (Gandhi et al., SOSP 2024) sends micro-batches through the equal stages of the other
 pipelines. Here a hole is covered by hops on any workers that hold its layers, several in a row
-where pipelines cut the model differently. Owns the choice of the hops. Must not know the order of
-compute.
+where pipelines cut the model differently. Or few workers help, and pipelines without a hole take
+the other micro-batches whole, so that most workers keep the closed form of their programs. Owns the
+choice of the hops. Must not know the order of compute.
 """
 
+import heapq
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
-from itertools import groupby
-from operator import itemgetter
+from itertools import chain, groupby
 
 from oobleck.core.errors import LayerLost, PlanInfeasible
 from oobleck.core.ids import Generation, WorkerId
@@ -32,25 +33,28 @@ def reroute(
     *,
     generation: Generation,
     ticks: Callable[[Hop], int] = layer_count,
+    helpers: int | None = None,
+    waits: int = 3,
 ) -> Plan:
     """Return the plan without the `lost` workers: survivors keep their holds, and routes through
     lost workers use others. Each micro-batch goes where the busiest worker then has least to do.
 
     `ticks` is the time of a micro-batch on a worker of that hop, with its rate. It raises
-    PlanInfeasible for a hop that these workers cannot compute. Raises LayerLost, and PlanInfeasible
-    where holders of the layers cannot compute them or cannot follow each other.
+    PlanInfeasible for a hop that these workers cannot compute. `helpers`: the workers of at most so
+    many routes fill a hole, and routes without one take whole micro-batches; by default none does,
+    and all may help. `waits`: see `_FewHelpers`. Raises LayerLost, and PlanInfeasible where holders
+    of the layers cannot compute them or cannot follow each other.
     """
     gone = set(lost)
     holds = tuple(hold for hold in plan.holds if gone.isdisjoint(hold.workers))
     held = held_layers(holds)
     if missing := set(range(plan.layer_count)).difference(*held.values()):
         raise LayerLost(missing)
-    return Plan(
-        generation=generation,
-        holds=holds,
-        routes=routes_around(plan.routes, held, gone, ticks),
-        schedule=plan.schedule,
-    )
+    if helpers is None:
+        routes = routes_around(plan.routes, held, gone, ticks)
+    else:
+        routes = _FewHelpers(plan.routes, held, gone, ticks, helpers, waits).routes()
+    return Plan(generation=generation, holds=holds, routes=routes, schedule=plan.schedule)
 
 
 def held_layers(holds: Iterable[Hold]) -> dict[_Group, set[int]]:
@@ -97,6 +101,10 @@ def routes_around(
 
 #: Load of the busiest of its workers, number of hops, and the hops.
 _Way = tuple[int, int, tuple[Hop, ...]]
+#: Runs of a route's hops, and whether their workers live.
+_Parts = list[tuple[bool, list[Hop]]]
+#: Hops in place of those of each hole.
+_Fillings = tuple[tuple[Hop, ...], ...]
 
 
 class Spread:
@@ -119,40 +127,56 @@ class Spread:
         """Return the hops that the route's micro-batches take, with their number of
         micro-batches.
         """
-        if all(map(self._lives, route.hops)):
-            return [(route.hops, route.microbatches)]
-        ways = Counter(merged(self.way(route.hops)) for _ in range(route.microbatches))
-        return list(ways.items())
+        parts = self.parts(route.hops)
+        if all(lives for lives, _ in parts):
+            return Counter({route.hops: route.microbatches})
+        ways = Counter[_Fillings]()
+        for count in bundles(route.microbatches):
+            ways[self.fill(parts, count)] += count
+        return Counter({joined(parts, fillings): count for fillings, count in ways.items()})
 
     def way(self, passed: tuple[Hop, ...]) -> list[Hop]:
         """Choose the way of one more micro-batch, and count its work: these hops, with others in
         place of those on lost workers. Raises PlanInfeasible, with nothing counted."""
-        way: list[Hop] = []
-        counted: list[Hop] = []
         self.visits += len(passed)
-        parts = [(lives, list(hops)) for lives, hops in groupby(passed, self._lives)]
+        parts = self.parts(passed)
+        return _in_place(parts, self.fill(parts))
+
+    def parts(self, hops: Iterable[Hop]) -> _Parts:
+        """Split the hops into runs of those that live and runs of lost ones, the holes."""
+        return [(lives, list(run)) for lives, run in groupby(hops, self._lives)]
+
+    def fill(self, parts: _Parts, microbatches: int = 1) -> _Fillings:
+        """Choose hops for each hole, for so many more micro-batches, and count their work. Raises
+        PlanInfeasible, with nothing counted."""
+        found: list[tuple[Hop, ...]] = []
         for number, (lives, hops) in enumerate(parts):
             if lives:
-                way += hops
                 continue
-            before = way[-1].workers if way else ()
+            before = parts[number - 1][1][-1].workers if number else ()
             after = parts[number + 1][1][0].workers if number + 1 < len(parts) else ()
             first_layer, last_layer = hops[0].first_layer, hops[-1].last_layer
             ways = self._ways(first_layer, last_layer, after, {})
-            found = next((w for w in ways if _can_follow(before, w[2][0].workers)), None)
-            if found is None:
-                for hop in counted:
-                    add_load(self._load, hop, -self._ticks(hop))
+            filling = next((w[2] for w in ways if _can_follow(before, w[2][0].workers)), None)
+            if filling is None:
+                self.count(found, -microbatches)
                 raise PlanInfeasible(
                     f"no workers that hold layers {first_layer} to {last_layer} can compute them "
                     "and follow each other: some share layers with different workers, or the "
                     "profile has no time of a layer for so few of them; move state instead"
                 )
-            for hop in found[2]:
-                add_load(self._load, hop, self._ticks(hop))
-            counted += found[2]
-            way += found[2]
-        return way
+            self.count([filling], microbatches)
+            found.append(filling)
+        return tuple(found)
+
+    def count(self, fillings: Iterable[tuple[Hop, ...]], microbatches: int) -> None:
+        """Add the work of so many micro-batches there to the load."""
+        for hop in chain.from_iterable(fillings):
+            add_load(self._load, hop, microbatches * self._ticks(hop))
+
+    def busiest(self, fillings: _Fillings) -> int:
+        """Return the load of the busiest worker of these hops."""
+        return max(self._load[w] for hop in chain.from_iterable(fillings) for w in hop.workers)
 
     def _ways(
         self, layer: int, last_layer: int, after: _Group, known: dict[int, list[_Way]]
@@ -202,6 +226,28 @@ class Spread:
         return self._lost.isdisjoint(hop.workers)
 
 
+def joined(parts: _Parts, fillings: _Fillings) -> tuple[Hop, ...]:
+    """Return the hops of a way with these fillings of its holes."""
+    return merged(_in_place(parts, fillings))
+
+
+def _in_place(parts: _Parts, fillings: _Fillings) -> list[Hop]:
+    left = iter(fillings)
+    return [hop for lives, hops in parts for hop in (hops if lives else next(left))]
+
+
+#: Most bundles in which a route's micro-batches are spread: the busiest worker then has at most a
+#: hundredth of the route more than it has to.
+_MOST_BUNDLES = 100
+
+
+def bundles(microbatches: int) -> Iterator[int]:
+    """Yield the sizes of the bundles in which so many micro-batches are spread."""
+    size = max(1, microbatches // _MOST_BUNDLES)
+    for first in range(0, microbatches, size):
+        yield min(size, microbatches - first)
+
+
 def add_load(load: Counter[WorkerId], hop: Hop, ticks: int) -> None:
     for worker in hop.workers:
         load[worker] += ticks
@@ -222,3 +268,128 @@ def merged(way: Iterable[Hop]) -> tuple[Hop, ...]:
             (workers, list(hops)) for workers, hops in groupby(way, lambda hop: hop.workers)
         )
     )
+
+
+#: Forward, input gradient and weight gradient. While a pipeline fills and drains, its workers wait
+#: for all three of the other stages' micro-batch, or for one where the backward is split.
+_PARTS = 3
+
+
+class _FewHelpers:
+    """Spread of the micro-batches of routes with holes over at most so many `helpers`, other routes
+    whose workers fill the holes, and over all routes without one, which take them whole.
+
+    Each goes where its workers are expected to be done first; holes are filled in a tie.
+    `waits` says for how many of a micro-batch's three parts the workers of a route that shares none
+    wait while it fills and drains.
+    """
+
+    def __init__(
+        self,
+        routes: Sequence[Route],
+        held: dict[_Group, set[int]],
+        lost: set[WorkerId],
+        ticks: Callable[[Hop], int],
+        helpers: int,
+        waits: int,
+    ) -> None:
+        self._routes, self._ticks, self._lost = routes, ticks, lost
+        self._hit = [any(not lost.isdisjoint(h.workers) for h in r.hops) for r in routes]
+        self._load = Counter[WorkerId]()
+        self._passing: dict[_Group, list[int]] = {}
+        for number, (route, hit) in enumerate(zip(routes, self._hit, strict=True)):
+            for hop in route.hops:
+                self._passing.setdefault(hop.workers, []).append(number)
+                if not hit:
+                    add_load(self._load, hop, route.microbatches * ticks(hop))
+        helping = self._helping(held, helpers) if helpers else set[_Group]()
+        some = {group: layers for group, layers in held.items() if group in helping}
+        self._spread = Spread(some, lost, ticks, self._load) if helpers else None
+        #: By route without a hole: ticks that its workers wait while it fills and drains.
+        self._wait: dict[int, int] = {}
+        #: Expected end of one more micro-batch there, a lower bound, and the route.
+        self._whole: list[tuple[int, int]] = []
+        for number, route in enumerate(routes):
+            if self._hit[number]:
+                continue
+            own = [ticks(hop) for hop in route.hops]
+            helps = any(hop.workers in helping for hop in route.hops)
+            slowest = max(own)
+            self._wait[number] = (sum(own) - slowest) * (1 if helps else waits) // _PARTS
+            self._whole.append((self._end(number), number))
+        heapq.heapify(self._whole)
+
+    def _end(self, number: int) -> int:
+        """Return the expected end of one more micro-batch on a whole route."""
+        hops = self._routes[number].hops
+        busiest = max(max(self._load[w] for w in h.workers) + self._ticks(h) for h in hops)
+        return busiest + self._wait[number]
+
+    def _helping(self, held: dict[_Group, set[int]], helpers: int) -> set[_Group]:
+        """Return the groups of the routes that help: for each hole those whose workers have least
+        to do."""
+        found: set[_Group] = set()
+        holes = {}
+        for route in self._routes_hit():
+            parts = Spread(held, self._lost, self._ticks, self._load).parts(route.hops)
+            key = tuple((o[0].first_layer, o[-1].last_layer) for lives, o in parts if not lives)
+            holes.setdefault(key, parts)
+        for parts in holes.values():
+            left = dict(held)
+            for _ in range(helpers):
+                spread = Spread(left, self._lost, self._ticks, self._load)
+                try:
+                    fillings = spread.fill(parts)
+                except PlanInfeasible:
+                    break
+                spread.count(fillings, -1)
+                for hop in chain.from_iterable(fillings):
+                    found.add(hop.workers)
+                    for number in self._passing.get(hop.workers, ()):
+                        found.update(h.workers for h in self._routes[number].hops)
+                left = {group: layers for group, layers in left.items() if group not in found}
+        return found.intersection(held)
+
+    def _routes_hit(self) -> list[Route]:
+        return [route for route, hit in zip(self._routes, self._hit, strict=True) if hit]
+
+    def routes(self) -> tuple[Route, ...]:
+        """Return all routes without lost workers. Raises PlanInfeasible."""
+        counts: Counter[tuple[Hop, ...]] = Counter()
+        taken = [0] * len(self._routes)
+        for route in self._routes_hit():
+            ways: Counter[_Fillings] = Counter()
+            parts = [] if self._spread is None else self._spread.parts(route.hops)
+            own = [hop for lives, hops in parts if lives for hop in hops]
+            wait = sum(map(self._ticks, own)) // _PARTS
+            for count in bundles(route.microbatches):
+                number, whole_end = self._best_whole()
+                if self._spread is not None:
+                    fillings = (*self._spread.fill(parts, count), tuple(own))
+                    self._spread.count([own], count)
+                    if number is None or self._spread.busiest(fillings) + wait <= whole_end:
+                        ways[fillings[:-1]] += count
+                        continue
+                    self._spread.count(fillings, -count)
+                if number is None:
+                    raise PlanInfeasible("no pipeline is left that could take the micro-batches")
+                taken[number] += count
+                for hop in self._routes[number].hops:
+                    add_load(self._load, hop, count * self._ticks(hop))
+            counts.update({joined(parts, filled): many for filled, many in ways.items()})
+        found = Counter[tuple[Hop, ...]]()
+        for number, route in enumerate(self._routes):
+            if not self._hit[number]:
+                found[route.hops] += route.microbatches + taken[number]
+        found.update(counts)
+        return tuple(Route(hops=hops, microbatches=count) for hops, count in found.items())
+
+    def _best_whole(self) -> tuple[int | None, int]:
+        """Return the route that would be done first with one more whole micro-batch, and when."""
+        while self._whole:
+            known, number = self._whole[0]
+            end = self._end(number)
+            if end == known:
+                return number, end
+            heapq.heapreplace(self._whole, (end, number))
+        return None, 0

@@ -4,13 +4,14 @@ Owns the answers by templates and by re-routing, and the shadows that follow the
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from oobleck.core.errors import PlanInfeasible
 from oobleck.core.ids import WorkerId
 from oobleck.core.plan import Plan, place
-from oobleck.core.schedules import SCHEDULES
+from oobleck.core.routes import Hop, Route
+from oobleck.core.schedules import SCHEDULES, Schedule
 from oobleck.core.units import comma_separated, count
 from oobleck.planner.cost.estimate import Replays, estimate_step
 from oobleck.planner.cost.listed import estimate_listed, with_listing
@@ -19,9 +20,9 @@ from oobleck.planner.programs.compiler.schedule import splits_backward
 from oobleck.planner.programs.listing.schedule import listed_routes
 from oobleck.planner.recovery.answer import Answer, Change, answer, idle, moves, situation
 from oobleck.planner.recovery.reconfigure import HORIZON_S, Reconfiguration, can_lose, reconfigure
-from oobleck.planner.recovery.reroute import add_load, reroute
+from oobleck.planner.recovery.reroute import reroute
 from oobleck.planner.recovery.rules import Next
-from oobleck.planner.recovery.uneven.candidates import hop_ticks, scheduled
+from oobleck.planner.recovery.uneven.candidates import MOST_VISITS, hop_ticks, scheduled
 from oobleck.planner.recovery.uneven.cuts import reshared
 from oobleck.planner.search.choose import TIE, choose_among, keep_schedule, settled
 from oobleck.planner.search.shadows import with_shadows
@@ -307,15 +308,11 @@ def _base_for_rates(change: Change) -> tuple[Plan, str]:
 
 def by_reroute(change: Change) -> Answer:
     """Answer with the running plan re-routed around lost workers. Raises PlanInfeasible."""
-    plan, alive = change.plan, frozenset(change.live)
-    gone = sorted(set(plan.nodes) - alive)
+    alive = frozenset(change.live)
+    gone = sorted(set(change.plan.nodes) - alive)
     if not gone:
         raise PlanInfeasible("no node is lost whose micro-batches could go elsewhere")
-    lost = {worker for worker in plan.workers if worker.node in gone}
-    profile = change.profile
-    ticks = hop_ticks(profile, plan.with_rates(change.rates))
-    routed = reroute(plan, lost, generation=change.generation, ticks=ticks)
-    routed, step_s = scheduled(routed.with_rates(change.rates), situation(change))
+    routed, step_s = _best_around(change)
     if listed_routes(routed):
         prove(routed)
     found = Reconfiguration(
@@ -324,20 +321,122 @@ def by_reroute(change: Change) -> Answer:
         reason=f"{comma_separated(gone)} lost: others that hold the same layers take the "
         "micro-batches",
         # Only templates give layers to nodes that hold none.
-        idle=idle(change, plan),
+        idle=idle(change, change.plan),
     )
     return answer("reroute", found, step_s, change, then=shadows_behind(routed, change))
 
 
 def routed_at_least(change: Change) -> tuple[Plan, float]:
-    """Return the running plan around lost nodes, not scheduled yet, and the time in seconds of its
-    busiest worker's compute, below which no schedule of it comes. Raises PlanInfeasible."""
+    """Return the running plan around lost nodes, not scheduled yet, and a time in seconds below
+    which no step of such a plan comes. Raises PlanInfeasible."""
+    best = min(_around(change), key=lambda one: one.least_s)
+    return best.plan, best.least_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Around:
+    """Plan around lost nodes, not scheduled yet."""
+
+    plan: Plan
+    #: Lower bound of the compute's seconds.
+    least_s: float
+
+    @property
+    def weighed_s(self) -> float:
+        """The bound, with the cost of splitting backwards."""
+        return self.least_s * splitting_weight(self.plan)
+
+
+def _best_around(change: Change) -> tuple[Plan, float]:
+    """Return the plan of the least step around lost nodes, and that step. Raises PlanInfeasible."""
+    best: tuple[float, Plan, float] | None = None
+    why: PlanInfeasible | None = None
+    for around in sorted(_around(change), key=lambda one: one.weighed_s):
+        if best is not None and around.weighed_s >= best[0]:
+            break
+        try:
+            plan = around.plan.with_rates(change.rates)
+            made, step_s = scheduled(plan, situation(change))
+        except PlanInfeasible as infeasible:
+            why = infeasible
+            continue
+        weighed_s = step_s * splitting_weight(made)
+        if best is None or weighed_s < best[0]:
+            best = weighed_s, made, step_s
+    if best is None:
+        assert why is not None, "each plan is made or refused"
+        raise why
+    return best[1:]
+
+
+def _around(change: Change) -> list[_Around]:
+    """Return plans around lost nodes. Raises PlanInfeasible where there is none."""
     plan, alive = change.plan, frozenset(change.live)
     lost = {worker for worker in plan.workers if worker.node not in alive}
     ticks = hop_ticks(change.profile, plan.with_rates(change.rates))
-    routed = reroute(plan, lost, generation=change.generation, ticks=ticks)
-    load = Counter[WorkerId]()
-    for route in routed.routes:
+    found: dict[tuple[Schedule, frozenset[Route]], _Around] = {}
+    why: PlanInfeasible | None = None
+    for helpers, waits in _helpers(plan):
+        try:
+            routed = reroute(
+                plan,
+                lost,
+                generation=change.generation,
+                ticks=ticks,
+                helpers=helpers,
+                waits=waits,
+            )
+        except PlanInfeasible as infeasible:
+            why = why or infeasible
+            continue
+        around = _Around(plan=routed, least_s=_least_s(routed, ticks))
+        found.setdefault((routed.schedule, frozenset(routed.routes)), around)
+        if not listed_routes(routed) and not change.schedule_named:
+            # Listed routes have their backwards split where that is faster.
+            split = replace(routed, schedule="zb-h1")
+            around = _Around(plan=split, least_s=_least_s(split, ticks))
+            found.setdefault((split.schedule, frozenset(split.routes)), around)
+    if not found:
+        assert why is not None, "each plan is made or refused"
+        raise why
+    return list(found.values())
+
+
+def _least_s(plan: Plan, ticks: Callable[[Hop], int]) -> float:
+    """Return a lower bound of the seconds of compute, if a forward is a quarter of a micro-batch's
+    time at least.
+
+    A worker does all its work. Before that, the hops before compute a forward; after it, backwards
+    that are not split remain on them.
+    """
+    part = 4 if splitting_weight(plan) > 1 else 1
+    load, least = Counter[WorkerId](), dict[WorkerId, int]()
+    for route in plan.routes:
+        before = 0
         for hop in route.hops:
-            add_load(load, hop, route.microbatches * ticks(hop))
-    return routed, max(load.values()) / 1e9
+            own = ticks(hop)
+            for worker in hop.workers:
+                load[worker] += route.microbatches * own
+                least[worker] = min(least.get(worker, before), before)
+            before += own
+    return max(load[worker] + least[worker] // part for worker in load) / 1e9
+
+
+#: Most visits of plans for which further numbers of helpers are tried.
+_SMALL_VISITS = 300
+
+
+def _helpers(plan: Plan) -> list[tuple[int | None, int]]:
+    """Return numbers of helpers to try around a loss, with parts of a micro-batch for which other
+    routes wait: as many as the workers can schedule soon, and none. Small plans try some more."""
+    visits = [route.microbatches * len(route.hops) for route in plan.routes]
+    most = MOST_VISITS // max(visits)
+    found: list[tuple[int | None, int]] = [(0, 3)]
+    if most < len(plan.routes):
+        return [(most - 1, 1), *found] if most > 1 else found
+    found.insert(0, (None, 3))
+    if sum(visits) <= _SMALL_VISITS:
+        found += [(helpers, waits) for helpers in (1, 2, len(plan.routes)) for waits in (1, 3)]
+    else:
+        found.append((len(plan.routes), 1))
+    return found

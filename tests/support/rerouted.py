@@ -32,10 +32,10 @@ def profile_of(job: JobSpec) -> Profile:
     return estimate_profile(job, gpus_per_node=2, memory_per_worker_bytes=1 << 30)
 
 
-def rerouted(plan: Plan, job: JobSpec, *nodes: str) -> Plan:
+def rerouted(plan: Plan, job: JobSpec, *nodes: str, helpers: int | None = None) -> Plan:
     """Without the workers of these nodes, in the next generation."""
     lost = {worker for worker in plan.workers if worker.node in nodes}
-    around = reroute(plan, lost, generation=Generation(plan.generation + 1))
+    around = reroute(plan, lost, generation=Generation(plan.generation + 1), helpers=helpers)
     return with_listing(around, profile_of(job)) if listed_routes(around) else around
 
 

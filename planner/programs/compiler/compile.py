@@ -44,7 +44,7 @@ from oobleck.core.routes import Hop, Route
 from oobleck.core.ties import Ties
 from oobleck.planner.programs.compiler.gradients import gradient_buckets, syncs_by_worker
 from oobleck.planner.programs.compiler.schedule import compute_order
-from oobleck.planner.programs.listing.schedule import planned
+from oobleck.planner.programs.listing.schedule import ListSchedule, listed_routes, planned
 
 # ---- Micro-batches of a step that is partly redone, in place of the plan's shares.
 #
@@ -173,22 +173,27 @@ def compile_programs(
 
 
 def compile_bodies(
-    plan: Plan, work: Work | None = None, *, workers: Collection[WorkerId] | None = None
+    plan: Plan,
+    work: Work | None = None,
+    *,
+    workers: Collection[WorkerId] | None = None,
+    listed: ListSchedule | None = None,
 ) -> Mapping[WorkerId, list[Instruction]]:
     """Compile the programs of `workers`, by default of all, up to their gradient sums.
 
     On list-scheduled routes, receives have the order of the sends if both ends are among `workers`.
-    Raises ValueError.
+    `listed` replaces the plan's list schedule. Raises ValueError.
     """
     shares = plan.shares if work is None else work.microbatches
     lowest = {} if work is None else work.lowest
     through = _through(plan, workers)
     routes = {m: plan.routes[number] for number in through for m in shares[number]}
+    if listed is None and not set(through).isdisjoint(listed_routes(plan)):
+        listed = planned(plan)
     bodies = {
         worker: list(add_communication(worker, order, routes, lowest))
-        for worker, order in _compute_orders(plan, shares, lowest, through, workers).items()
+        for worker, order in _compute_orders(plan, shares, lowest, through, workers, listed).items()
     }
-    listed = planned(plan)
     if listed is None:
         return bodies
     # On links of closed forms, receives are in the order of the sends already.
@@ -252,17 +257,18 @@ def _compute_orders(
     lowest: Mapping[int, int],
     through: Iterable[int],
     workers: Collection[WorkerId] | None,
+    listed: ListSchedule | None,
 ) -> dict[WorkerId, list[Compute]]:
     """Return the compute of each of `workers`, by default of all, in its order.
 
     The routes have the micro-batches `shares`; `through` are the positions of the routes that pass
-    the workers. A micro-batch's backwards go no further than to the hop of layer `lowest`, by
-    default 0. An order stays free of deadlock when some micro-batches, or backwards to the end of a
-    route, are omitted. Raises ValueError.
+    the workers, and `listed` is the list schedule, None if it has none of them. A micro-batch's
+    backwards go no further than to the hop of layer `lowest`, by default 0. An order stays free of
+    deadlock when some micro-batches, or backwards to the end of a route, are omitted. Raises
+    ValueError.
     """
     wanted = plan.workers if workers is None else workers
     orders: dict[WorkerId, list[Compute]] = {worker: [] for worker in wanted}
-    listed = planned(plan)
     if listed is not None:
         number: dict[int, int] = {}
         for position in through:

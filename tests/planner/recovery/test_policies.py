@@ -18,10 +18,10 @@ from oobleck.planner.cost.estimate import estimate_step, peak_bytes
 from oobleck.planner.programs.communicators import communicators
 from oobleck.planner.programs.listing.schedule import listed_routes
 from oobleck.planner.programs.transfer import plan_transfers
+from oobleck.planner.recovery import worth
 from oobleck.planner.recovery.answer import Answer, Change
 from oobleck.planner.recovery.policies import answer, answers
 from oobleck.planner.recovery.reconfigure import HORIZON_S, can_lose
-from oobleck.planner.recovery.uneven import candidates
 from oobleck.planner.recovery.worth import CHANGE_S, LEAST_GAIN, shadowed, splitting_weight
 from oobleck.planner.search.shadows import with_shadows
 from oobleck.planner.search.templates import generate_templates
@@ -222,16 +222,22 @@ def test_where_nobody_is_lost_templates_answer() -> None:
     assert "no node is lost" in str(answers(asked)["reroute"])
 
 
-def test_more_than_can_be_scheduled_in_a_moment_is_not_re_routed(
+def test_where_too_many_would_have_to_be_scheduled_pipelines_take_whole_micro_batches(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """With fewer helpers than pipelines the others take them whole; with none, all do."""
     asked = change([4, 4, 4, 4, 4], "n1", state_bytes=2 * GIGABYTE, forward_s=0.03)
-    visits = 4 * 40  # all pipelines help
-    monkeypatch.setattr(candidates, "MOST_VISITS", visits)
-    assert answer(asked, "auto").policy == "reroute"
-    monkeypatch.setattr(candidates, "MOST_VISITS", visits - 1)
-    assert answer(asked, "auto").policy == "templates"
-    assert "too long to schedule" in answer(asked, "reroute").found.reason
+    listed, loads = [], []
+    for visits in (4 * 40, 3 * 4 * 8, 4 * 8):
+        monkeypatch.setattr(worth, "MOST_VISITS", visits)
+        plan = answer(asked, "reroute").found.plan
+        listed.append(len(listed_routes(plan)))
+        loads.append(sorted(route.microbatches for route in plan.routes))
+    assert listed[0] >= 5
+    assert 0 < listed[1] <= 2 * 2
+    assert listed[2] == 0
+    assert [sum(own) for own in loads] == [40] * 3
+    assert loads[2] == [10] * 4
 
 
 def test_a_schedule_that_the_job_names_stays() -> None:

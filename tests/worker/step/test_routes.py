@@ -258,6 +258,31 @@ def test_a_second_loss_in_a_re_routed_plan(
         check(cluster, job, rtol=RTOL[job.training.precision])
 
 
+@pytest.mark.parametrize("helpers", [0, 1])
+def test_few_help_and_others_take_whole_micro_batches(
+    warm: WarmWorkers, tmp_path: Path, helpers: int
+) -> None:
+    """With no helper, the rest of the hit pipeline computes nothing until a worker is lost whose
+    layers it has."""
+    job = make_job(tmp_path / "out", steps=6)
+    once = rerouted(SEVEN, job, "b", helpers=helpers)
+    assert bool(listed_routes(once)) == bool(helpers)
+    assert ("a" in {worker.node for worker in once.shadows}) == (not helpers)
+    twice = rerouted(once, job, "d")
+    faults = [killed("b", "before:Backward", step=2), killed("d", "before:Forward", step=4)]
+    with Director(warm, job, faults) as cluster:
+        cluster.start(*SEVEN.nodes)
+        cluster.assign(SEVEN)
+        wait_lost(cluster, SEVEN, "b")
+        cluster.assign(once)
+        wait_lost(cluster, once, "d")
+        cluster.assign(twice)
+        cluster.wait_finished(twice)
+        assert moved_bytes(cluster, once) | moved_bytes(cluster, twice) == {0}
+        cluster.stop()
+        check(cluster, job)
+
+
 @pytest.mark.parametrize(
     ("earlier", "points"),
     [
