@@ -305,25 +305,27 @@ class _FewHelpers:
         helping = self._helping(held, helpers) if helpers else set[_Group]()
         some = {group: layers for group, layers in held.items() if group in helping}
         self._spread = Spread(some, lost, ticks, self._load) if helpers else None
-        #: By route without a hole: ticks that its workers wait while it fills and drains.
+        #: By route without a hole: its hops' workers and ticks, and the ticks that they wait.
+        self._own: dict[int, list[tuple[_Group, int]]] = {}
         self._wait: dict[int, int] = {}
-        #: Expected end of one more micro-batch there, a lower bound, and the route.
+        #: Expected end of one more micro-batch there, or a lower bound, and the route.
         self._whole: list[tuple[int, int]] = []
         for number, route in enumerate(routes):
             if self._hit[number]:
                 continue
-            own = [ticks(hop) for hop in route.hops]
-            helps = any(hop.workers in helping for hop in route.hops)
-            slowest = max(own)
-            self._wait[number] = (sum(own) - slowest) * (1 if helps else waits) // _PARTS
+            own = [(hop.workers, ticks(hop)) for hop in route.hops]
+            taken = [each for _, each in own]
+            helps = any(group in helping for group, _ in own)
+            self._own[number] = own
+            self._wait[number] = (sum(taken) - max(taken)) * (1 if helps else waits) // _PARTS
             self._whole.append((self._end(number), number))
         heapq.heapify(self._whole)
 
     def _end(self, number: int) -> int:
         """Return the expected end of one more micro-batch on a whole route."""
-        hops = self._routes[number].hops
-        busiest = max(max(self._load[w] for w in h.workers) + self._ticks(h) for h in hops)
-        return busiest + self._wait[number]
+        load = self._load
+        ends = [max([load[w] for w in group]) + taken for group, taken in self._own[number]]
+        return max(ends) + self._wait[number]
 
     def _helping(self, held: dict[_Group, set[int]], helpers: int) -> set[_Group]:
         """Return the groups of the routes that help: for each hole those whose workers have least
@@ -374,8 +376,9 @@ class _FewHelpers:
                 if number is None:
                     raise PlanInfeasible("no pipeline is left that could take the micro-batches")
                 taken[number] += count
-                for hop in self._routes[number].hops:
-                    add_load(self._load, hop, count * self._ticks(hop))
+                for group, each in self._own[number]:
+                    for worker in group:
+                        self._load[worker] += count * each
             counts.update({joined(parts, filled): many for filled, many in ways.items()})
         found = Counter[tuple[Hop, ...]]()
         for number, route in enumerate(self._routes):

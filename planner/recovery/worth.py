@@ -431,12 +431,9 @@ def _helpers(plan: Plan) -> list[tuple[int | None, int]]:
     routes wait: as many as the workers can schedule soon, and none. Small plans try some more."""
     visits = [route.microbatches * len(route.hops) for route in plan.routes]
     most = MOST_VISITS // max(visits)
-    found: list[tuple[int | None, int]] = [(0, 3)]
     if most < len(plan.routes):
-        return [(most - 1, 1), *found] if most > 1 else found
-    found.insert(0, (None, 3))
-    if sum(visits) <= _SMALL_VISITS:
-        found += [(helpers, waits) for helpers in (1, 2, len(plan.routes)) for waits in (1, 3)]
-    else:
-        found.append((len(plan.routes), 1))
-    return found
+        return [(most - 1, 1), (0, 3)] if most > 1 else [(0, 3)]
+    if sum(visits) > _SMALL_VISITS:
+        return [(len(plan.routes), 1), (0, 3)]
+    few = [(helpers, waits) for helpers in (1, 2, len(plan.routes)) for waits in (1, 3)]
+    return [(None, 3), *few, (0, 3)]

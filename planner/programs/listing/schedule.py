@@ -336,6 +336,12 @@ def _end(plan: Plan) -> _End:
     )
 
 
+def forget() -> None:
+    """Forget all schedules."""
+    _planned.cache_clear()
+    _foreseen.cache_clear()
+
+
 # ---- Plans of fewer micro-batches.
 
 
