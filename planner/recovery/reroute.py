@@ -331,7 +331,7 @@ class _FewHelpers:
         """Return the groups of the routes that help: for each hole those whose workers have least
         to do."""
         found: set[_Group] = set()
-        holes = {}
+        holes: dict[tuple[tuple[int, int], ...], _Parts] = {}
         for route in self._routes_hit():
             parts = Spread(held, self._lost, self._ticks, self._load).parts(route.hops)
             key = tuple((o[0].first_layer, o[-1].last_layer) for lives, o in parts if not lives)
@@ -361,13 +361,13 @@ class _FewHelpers:
         taken = [0] * len(self._routes)
         for route in self._routes_hit():
             ways: Counter[_Fillings] = Counter()
-            parts = [] if self._spread is None else self._spread.parts(route.hops)
-            own = [hop for lives, hops in parts if lives for hop in hops]
+            parts: _Parts = [] if self._spread is None else self._spread.parts(route.hops)
+            own = tuple(hop for lives, hops in parts if lives for hop in hops)
             wait = sum(map(self._ticks, own)) // _PARTS
             for count in bundles(route.microbatches):
                 number, whole_end = self._best_whole()
                 if self._spread is not None:
-                    fillings = (*self._spread.fill(parts, count), tuple(own))
+                    fillings = (*self._spread.fill(parts, count), own)
                     self._spread.count([own], count)
                     if number is None or self._spread.busiest(fillings) + wait <= whole_end:
                         ways[fillings[:-1]] += count
