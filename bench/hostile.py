@@ -8,7 +8,8 @@ node has no workers; each with all kinds of `bench.support.attacks` in turn. Bef
 workers are killed with SIGKILL, and measured are
 
 - loop: how late the master's event loop is, by the time of a refusal at its page of metrics, which
-  takes three turns of the loop and nothing else of the master;
+  takes three turns of the loop and nothing else of the master; "late" is the part of these looks
+  that took more than 50 ms;
 - call: the time of an honest operator's call on a connection of its own;
 - memory: of the master, above that when the attack began (PSS without what is read from files,
   which counts for less or more as other processes that share it come and go);
@@ -54,6 +55,8 @@ _SAMPLE_S = 0.02
 _MEMORY_S = 0.25
 #: Longest wait for one answer, for one recovery, and for the first step.
 _ANSWER_S, _RECOVERY_S, _START_S = 20.0, 30.0, 120.0
+#: Time to the page's refusal from which the loop counts as late.
+_LATE_S = 0.05
 #: Between a recovery and the next kill: so that each has its state in two places again.
 _SETTLE_STEPS = 8
 
@@ -211,9 +214,10 @@ def row(part: Part, than: Part | None) -> str:
             return f"{'-':>{2 * width + 1}}"
         return f"{by * statistics.median(figures):{width}.1f} {by * max(figures):{width}.1f}"
 
+    late = sum(one > _LATE_S for one in part.loop_s) / max(1, len(part.loop_s))
     ratio = "" if than is None else f"{_ratio(part.recovery_s, than.recovery_s):6.2f}"
     return (
-        f"{part.what:20} {told(part.loop_s, 1e3, 8)}  {told(part.call_s, 1e3, 8)}  "
+        f"{part.what:20} {told(part.loop_s, 1e3, 8)} {late:6.2%}  {told(part.call_s, 1e3, 8)}  "
         f"{max(part.grown_bytes, default=0.0) / 2**20:8.1f}  "
         f"{told(part.recovery_s, 1e3, 8)} {len(part.recovery_s):4} {ratio}"
     )
@@ -224,8 +228,8 @@ def _ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
 
 
 HEADER = (
-    f"{'':20} {'loop, ms':>17}  {'call, ms':>17}  {'memory':>8}  {'recovery, ms':>17}\n"
-    f"{'':20} {'median':>8} {'max':>8}  {'median':>8} {'max':>8}  {'MiB':>8}  "
+    f"{'':20} {'loop, ms':>17} {'late':>6}  {'call, ms':>17}  {'memory':>8}  {'recovery, ms':>17}\n"
+    f"{'':20} {'median':>8} {'max':>8} {'':6}  {'median':>8} {'max':>8}  {'MiB':>8}  "
     f"{'median':>8} {'max':>8} {'n':>4}  ratio"
 )
 

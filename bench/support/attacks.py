@@ -152,17 +152,29 @@ class Attacker:
     async def repeated(self) -> None:
         await self.keep(8, 64, self._every(self._job))
 
-    async def streams(self) -> None:
+    def _following(self) -> dict[str, Requests]:
         follow = pb.EventsRequest(job_id=pb.JobRequest.FromString(self._job).job_id, follow=True)
         metrics = pb.MetricsRequest(job_id=follow.job_id, follow=True)
         logs = pb.LogsRequest(job_id=follow.job_id, follow=True)
-        watched = {
+        return {
             "/oobleck.Operator/WatchJob": (self._job,),
             "/oobleck.Operator/Events": (follow.SerializeToString(),),
             "/oobleck.Operator/Metrics": (metrics.SerializeToString(),),
             "/oobleck.Operator/Logs": (logs.SerializeToString(),),
         }
-        await self.keep(32, 64, watched)
+
+    async def streams(self) -> None:
+        await self.keep(32, 64, self._following())
+
+    async def unread(self) -> None:
+        """Calls whose answers nobody takes."""
+        async with contextlib.AsyncExitStack() as stack:
+            calls = []
+            for _ in range(16):
+                channel = await stack.enter_async_context(self._channel())
+                for method, (request,) in [*self._following().items()] * 2:
+                    calls.append(channel.unary_stream(method, None, None)(request))
+            await asyncio.get_running_loop().create_future()
 
     async def connections(self) -> None:
         async def one() -> None:
@@ -193,7 +205,8 @@ class Attacker:
 
 
 COMMON: tuple[str, ...] = (
-    "large", "allowed", "empty", "empty_large", "compressed", "repeated", "streams", "connections",
+    "large", "allowed", "empty", "empty_large", "compressed", "repeated", "streams", "unread",
+    "connections",
 )  # fmt: skip
 OF_AGENTS = (*COMMON, "recordings", "reports", "registrations")
 

@@ -34,10 +34,12 @@ log = logging.getLogger(__name__)
 #: can have as much received at each call. Longer content, such as recordings and wheels, comes in
 #: parts.
 MOST_RECEIVED_BYTES = (2 << 20) + (64 << 10)
+#: Bytes of a call that are taken before anybody reads it; then as many as its message has.
+MOST_AHEAD_BYTES = 16 << 10
 #: Largest request, where `_LARGER` has no other limit.
 MOST_REQUEST_BYTES = 64 << 10
-#: Calls of one holder of certificates at a time: a dashboard of many browsers has some two hundred.
-MOST_OF_HOLDER = 256
+#: Calls of one holder of certificates at a time: a dashboard has at most 111, for 32 jobs.
+MOST_OF_HOLDER = 128
 #: Calls of these that send more than one message.
 MOST_SENDING = 4
 #: Calls of these whose first message is received at one moment; others wait.
@@ -140,10 +142,11 @@ def server_options(detection: Detection, *, secured: bool) -> tuple[tuple[str, i
         ("grpc.http2.max_ping_strikes", MOST_PING_STRIKES),
         ("grpc.max_receive_message_length", MOST_RECEIVED_BYTES),
         ("grpc.max_send_message_length", MOST_SENT_BYTES),
-        # The window that a sender has before any of its data is read stays at 64 KiB. Otherwise
-        # gRPC lets it grow with the speed of the line, to many MiB for each call. Denied callers
-        # would have it too.
+        # The window that a sender has before any of its data is read stays as it is. Otherwise gRPC
+        # lets it grow with the speed of the line, to many MiB for each call. Denied callers would
+        # have it too.
         ("grpc.http2.bdp_probe", 0),
+        ("grpc.http2.lookahead_bytes", MOST_AHEAD_BYTES),
         # A few bytes may be megabytes when they are decompressed, which happens before the caller
         # is known. No client of ours compresses, and a compressed request is no message.
         ("grpc.per_message_decompression", 0),

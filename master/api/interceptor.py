@@ -127,7 +127,10 @@ class Shares:
         share = self._of.setdefault(who.uri, Share())
         if share.open >= MOST_OF_HOLDER or (sends and share.sending >= MOST_SENDING):
             await self._denied(context.peer())
-            raise TooMany(f"{who.uri} has too many calls at a time; end some, and try again")
+            raise TooMany(
+                f"{who.uri} has too many calls at a time (at most {MOST_OF_HOLDER}, {MOST_SENDING} "
+                "of them sending); close pages of its dashboards, or end commands that follow jobs"
+            )
         share.open += 1
         share.sending += sends
         try:

@@ -51,8 +51,8 @@ _REQUEST_ID = re.compile(r"[0-9A-Za-z_-]{1,64}")
 _NAMES_TOLD = 8
 #: Time that an answer waits for a plan without a node; operators wait longer for the answer.
 _FATE_S = 3.0
-#: Lines read from log files at a time, outside the event loop's thread.
-_LINES_AT_A_TIME = 1000
+#: Characters of log files read at a time, outside the event loop's thread.
+_CHARACTERS_AT_A_TIME = 16 << 10
 
 
 class OperatorService(rpc.OperatorServicer):
@@ -314,8 +314,8 @@ class OperatorService(rpc.OperatorServicer):
             while request.follow:
                 changed = self._master.changes.next
                 ended = job.state in ENDED
-                while not follower.queue.empty():
-                    yield _log_line(follower.queue.get_nowait())
+                while (line := follower.take()) is not None:
+                    yield _log_line(line)
                 if ended:
                     return
                 await self._master.changes.after(changed)
@@ -424,7 +424,11 @@ def _read_profile(spec: JobSpec, request: pb.SubmitRequest) -> Profile | None:
 
 
 def _take(lines: Iterator[Line]) -> list[Line]:
-    return list(islice(lines, _LINES_AT_A_TIME))
+    found, room = list[Line](), _CHARACTERS_AT_A_TIME
+    while room > 0 and (line := next(lines, None)) is not None:
+        found.append(line)
+        room -= len(line.text)
+    return found
 
 
 def _log_line(line: Line) -> pb.LogLine:

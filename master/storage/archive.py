@@ -9,10 +9,10 @@ output is dropped meanwhile. So a full disk stops no job (`oobleck.master.storag
 know the journal.
 """
 
-import asyncio
 import heapq
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -29,8 +29,8 @@ from oobleck.master.storage.records import EvaluationLog, EventLog, MetricsLog
 MOST_BYTES = 8 << 20
 #: Length at which a line is cut; a longer one is not text that anybody reads.
 _MOST_LINE = 16_384
-#: Lines by which a follower may be behind; beyond that it loses lines.
-_MOST_BEHIND = 10_000
+#: Lines by which a follower may be behind, and their characters; beyond that it loses lines.
+_MOST_BEHIND, _MOST_CHARACTERS = 10_000, 4 << 20
 _NAME = re.compile(r"(.+)-(\d+)\.log(\.1)?")
 
 
@@ -44,24 +44,50 @@ Wanted = Callable[[WorkerId], bool]
 
 
 @dataclass(slots=True, eq=False)
+class _Newest:
+    """The newest lines of a job, once for all its followers."""
+
+    followers: int = 0
+    lines: deque[Line] = field(default_factory=deque)
+    #: Number of the line after the last one, counted from the first follower's start.
+    end: int = 0
+    characters: int = 0
+
+    def add(self, lines: Iterable[Line]) -> None:
+        for line in lines:
+            self.lines.append(line)
+            self.end += 1
+            self.characters += len(line.text)
+            while len(self.lines) > _MOST_BEHIND or self.characters > _MOST_CHARACTERS:
+                self.characters -= len(self.lines.popleft().text)
+
+
 class Follower:
-    """Follower of a job's output: a queue of lines, which drops the oldest when it is full."""
+    """Follower of a job's output, from its start on."""
 
-    job_id: JobId
-    wanted: Wanted
-    queue: asyncio.Queue[Line] = field(default_factory=lambda: asyncio.Queue(_MOST_BEHIND))
+    def __init__(self, newest: _Newest, wanted: Wanted) -> None:
+        self._newest, self._wanted = newest, wanted
+        self._next = newest.end
 
-    def offer(self, line: Line) -> None:
-        if self.queue.full():
-            self.queue.get_nowait()
-        self.queue.put_nowait(line)
+    def take(self) -> Line | None:
+        """Return the next line; None: there is none yet."""
+        newest = self._newest
+        first = newest.end - len(newest.lines)
+        self._next = max(self._next, first)
+        while self._next < newest.end:
+            line = newest.lines[self._next - first]
+            self._next += 1
+            if self._wanted(line.worker):
+                return line
+        return None
 
 
 class LogStore:
     def __init__(self, state_dir: Path, most_bytes: int = MOST_BYTES) -> None:
         self._jobs = state_dir / "jobs"
         self._most_bytes = most_bytes
-        self._followers: set[Follower] = set()
+        #: Of the jobs that are followed.
+        self._newest: dict[JobId, _Newest] = {}
 
     def append(self, job_id: JobId, worker: WorkerId, lines: Sequence[str], unix: float) -> None:
         stamp = datetime.fromtimestamp(unix, UTC).isoformat(timespec="microseconds")
@@ -72,19 +98,19 @@ class LogStore:
             path.replace(path.with_suffix(".log.1"))
         with open(path, "a", encoding="utf-8") as file:
             file.writelines(f"{entry.time} {entry.text}\n" for entry in entries)
-        for follower in self._followers:
-            if follower.job_id == job_id and follower.wanted(worker):
-                for entry in entries:
-                    follower.offer(entry)
+        if job_id in self._newest:
+            self._newest[job_id].add(entries)
 
     @contextmanager
     def follow(self, job_id: JobId, wanted: Wanted) -> Iterator[Follower]:
-        follower = Follower(job_id, wanted)
-        self._followers.add(follower)
+        newest = self._newest.setdefault(job_id, _Newest())
+        newest.followers += 1
         try:
-            yield follower
+            yield Follower(newest, wanted)
         finally:
-            self._followers.discard(follower)
+            newest.followers -= 1
+            if not newest.followers:
+                del self._newest[job_id]
 
     def snapshot(self, job_id: JobId, wanted: Wanted, since: str = "") -> Iterator[Line]:
         """Return the lines so far from the time `since` on, sorted by time. Files are opened now,

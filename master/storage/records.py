@@ -33,8 +33,8 @@ from oobleck.master.storage.incident_lines import EventLine
 T = TypeVar("T")
 #: Enough for the last lines of most files; otherwise more is read.
 _TAIL_BYTES = 64 * 1024
-#: Bytes read at a time for an operator.
-_READ_BYTES = 1 << 20
+#: Bytes read at a time for one of those who read a file: each has as much until it is sent.
+_READ_BYTES = 16 << 10
 #: Most records that wait for earlier ones; others must be sent again.
 _MOST_WAITING = 10_000
 
@@ -81,7 +81,7 @@ class JsonLines:
 def whole_lines(file: BinaryIO) -> bytes:
     """Read some whole lines from the file's position on; empty: no whole line is left."""
     text = file.read(_READ_BYTES)
-    while text and b"\n" not in text and (more := file.read(_READ_BYTES)):
+    while text and b"\n" not in text and (more := file.read(len(text))):
         text += more
     return text[: text.rfind(b"\n") + 1]
 

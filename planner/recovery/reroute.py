@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import chain, groupby
+from operator import itemgetter
 
 from oobleck.core.errors import LayerLost, PlanInfeasible
 from oobleck.core.ids import Generation, WorkerId

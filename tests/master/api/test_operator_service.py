@@ -402,3 +402,31 @@ def test_output_comes_back_by_node_and_rank(tmp_path: Path) -> None:
 
     with master(tmp_path / "state") as running:
         loops.run(test(running.address), limit_s=480)
+
+
+def test_who_reads_is_not_told_by_what_a_process_is_known(tmp_path: Path) -> None:
+    """Whoever knows a process's incarnation speaks for it."""
+
+    async def test() -> None:
+        with master(tmp_path / "state") as running:
+            async with (
+                connected(running.address, 4) as agents,
+                operator(running.address) as control,
+            ):
+                job_id = await started(agents, control)
+                await agents[3].disconnect()
+                agents[2].lost_peer(1)
+                await all_of(agents[:3], lambda a: a.planned == 2)
+                asked = pb.JobRequest(job_id=job_id)
+                told = [
+                    await control.ListNodes(pb.ListNodesRequest()),
+                    await control.ListJobs(pb.ListJobsRequest()),
+                    await control.GetJob(asked),
+                    await control.WatchJob(asked).read(),
+                    *[one async for one in control.Events(pb.EventsRequest(job_id=job_id))],
+                ]
+                assert sum(len(node.workers) for node in told[0].nodes) >= 3
+                said = b"".join(one.SerializeToString() for one in told)
+                assert [a.process for a in agents if a.process.encode() in said] == []
+
+    loops.run(test())

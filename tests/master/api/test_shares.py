@@ -1,15 +1,22 @@
 """The calls of one holder of a certificate, over all its connections."""
 
 import asyncio
+import contextlib
+import json
 import queue
 import signal
+import time
+import urllib.request
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack
+from pathlib import Path
 
 import grpc
 import pytest
 
+from bench.support.ports import choose_address
 from oobleck.cli.client import MasterClient
+from oobleck.cli.dashboard.hub import MOST_FEEDS, Hub
 from oobleck.cli.view.feeds import Following
 from oobleck.host.ipc.endpoint import Endpoint
 from oobleck.host.security.credentials import Credentials, read_credentials
@@ -223,3 +230,87 @@ def test_turns_come_in_the_order_of_who_asks() -> None:
         return order
 
     assert loops.run(run()) == list(range(20))
+
+
+def anonymous_bytes(pid: int) -> int:
+    fields = Path(f"/proc/{pid}/status").read_text().partition("RssAnon:")[2].split()
+    return int(fields[0]) << 10
+
+
+def test_followers_of_a_long_job_who_read_nothing_take_little_of_the_masters_memory(
+    secured: Secured,
+) -> None:
+    operator = Endpoint(address=secured.address, credentials=read_credentials(secured.operator))
+    with MasterClient(operator) as client:
+        job = client.submit(job_text(), "long").job_id
+    folder = secured.pki.parent / "jobs" / job
+    with open(folder / "events.jsonl", "a") as file:
+        for number in range(2, 20_002):
+            file.write(json.dumps({"id": number, "pad": "x" * 400}) + "\n")
+    (folder / "logs").mkdir(exist_ok=True)
+    output = "".join(f"2026-01-01T00:00:00.000000+00:00 {'y' * 400}\n" for _ in range(20_000))
+    (folder / "logs" / "n1-0.log").write_text(output)
+    asked = {
+        "Events": pb.EventsRequest(job_id=job, follow=True),
+        "Logs": pb.LogsRequest(job_id=job, follow=True),
+    }
+
+    async def run() -> int:
+        eve = holder(secured, "viewer", "eve3")
+        async with AsyncExitStack() as stack:
+
+            async def follow(connections: int) -> None:
+                calls = []
+                for _ in range(connections):
+                    one = await stack.enter_async_context(channel(secured, eve))
+                    for method, request in [*asked.items()] * (access.MOST_STREAMS // len(asked)):
+                        call = one.unary_stream(f"/oobleck.Operator/{method}")
+                        calls.append(call(request.SerializeToString()))
+                for call in calls:
+                    await call.read()
+
+            async with asyncio.timeout(DEADLINE_S):
+                await follow(1)
+                before = anonymous_bytes(secured.process.pid)
+                await follow(access.MOST_OF_HOLDER // access.MOST_STREAMS - 1)
+                looks = []
+                for _ in range(50):  # it sends until it may send no more
+                    looks.append(anonymous_bytes(secured.process.pid) - before)
+                    await asyncio.sleep(0.1)
+            return max(looks)
+
+    assert loops.run(run()) < 10 << 20
+
+
+def test_a_dashboard_of_as_many_jobs_as_it_shows_has_all_its_calls(tmp_path: Path) -> None:
+    with contextlib.ExitStack() as stack:
+        page = choose_address()
+        secured = Secured(tmp_path, f"--metrics-listen={page}")
+        stack.callback(secured.close)
+
+        def open_calls(method: str) -> int:
+            with urllib.request.urlopen(f"http://{page}/metrics") as told:
+                text = told.read().decode()
+            name = f'oobleck_grpc_open_calls{{method="{method}"}} '
+            return round(float(text.partition(name)[2].split()[0]))
+
+        viewer = Endpoint(address=secured.address, credentials=holder(secured, "viewer", "dash"))
+        operator = Endpoint(address=secured.address, credentials=read_credentials(secured.operator))
+        with MasterClient(operator) as client:
+            for number in range(MOST_FEEDS):
+                client.submit(job_text(), f"shown-{number}")
+            jobs = client.jobs()
+        hub = stack.enter_context(contextlib.closing(Hub(lambda: MasterClient(viewer))))
+        feeds = [(hub.job(job), hub.logs(job)) for job in jobs]
+        deadline = time.monotonic() + DEADLINE_S
+        for method in ("Events", "Metrics", "Logs"):
+            while open_calls(method) < MOST_FEEDS:
+                assert time.monotonic() < deadline, method
+                time.sleep(0.1)
+        hub.cluster.touch()
+        while hub.cluster.snapshot is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        for shown, output in feeds:
+            for one in (shown.steps, shown.happenings, output.following):
+                assert one.trouble is None
