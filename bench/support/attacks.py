@@ -43,8 +43,8 @@ _CALL_S = 20.0
 _SMALL, _LARGE = 64 << 10, LARGEST - 64
 #: An item of a list without content: field 2, and its length.
 _EMPTY = b"\x12\x00"
-#: For an attacker's process to start, and to end.
-_START_S = 4.0
+#: For an attacker's process to end.
+_END_S = 4.0
 #: Attackers give way to the job as if they were on hosts of their own.
 _NICE = 5
 #: Said when an attack begins; how its calls ended is said at its end.
@@ -235,12 +235,13 @@ class Attacking:
                 stdout=subprocess.PIPE,
                 text=True,
             )
-            killed = threading.Timer(self._each_s + _START_S, process.kill)
+            assert process.stdout is not None
+            begun = process.stdout.readline().strip()
+            killed = threading.Timer(self._each_s + _END_S, process.kill)
             killed.start()
             said, _ = process.communicate()
             killed.cancel()
-            begun, _, ends = said.strip().partition("\n")
-            how = (ends or "killed amid its calls") if begun == BEGUN else "DID NOT BEGIN"
+            how = (said.strip() or "killed amid its calls") if begun == BEGUN else "DID NOT BEGIN"
             print(f"  {kind}: {how}", flush=True)
 
 

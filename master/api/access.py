@@ -50,8 +50,8 @@ MOST_METADATA_BYTES = 16 << 10
 #: Characters of a refusal's text. It may quote the caller, and a longer text does not get through.
 MOST_DETAILS = 1000
 #: Calls of one connection at a time: gRPC spends 20 KiB on each before anybody can be asked who
-#: calls. An agent has one, `oobleck` at most four, and a call that has ended counts for a moment.
-MOST_STREAMS = 8
+#: calls. An agent has one, `oobleck` at most four, and one that has ended counts for a moment.
+MOST_STREAMS = 5
 #: The same in the clear, where all clients of one process share a connection.
 MOST_FREE_STREAMS = 64
 MOST_CONNECTIONS = 10_000

@@ -33,7 +33,7 @@ from support.secured import Secured
 
 DEADLINE_S = 240.0
 #: Of one connection at a time.
-CALLS = 8
+CALLS = 5
 _ALONE = (("grpc.use_local_subchannel_pool", 1), ("grpc.max_send_message_length", -1))
 
 
