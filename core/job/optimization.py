@@ -40,6 +40,8 @@ class StateRow:
     name: str
     #: Value before the first update.
     initial: float
+    #: True: the class keeps one number per parameter, which is stored with each weight.
+    single: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,10 +51,8 @@ class OptimizerSketch:
     rows: tuple[StateRow, ...]
     #: Single numbers that count the steps.
     counters: tuple[str, ...]
-    #: Other single numbers, which follow from the number of steps alone.
-    series: tuple[str, ...]
-    #: Names in `series` that also depend on the learning rates.
-    rated: tuple[str, ...] = ()
+    #: Entries that never change.
+    constants: tuple[str, ...] = ()
     #: Fingerprint of the examined code.
     code: str
 
@@ -64,7 +64,7 @@ class OptimizerSketch:
 
     @property
     def names(self) -> tuple[str, ...]:
-        return (*(row.name for row in self.rows), *self.counters, *self.series)
+        return (*(row.name for row in self.rows), *self.counters, *self.constants)
 
 
 @lru_cache(maxsize=16)

@@ -3,12 +3,11 @@
 Its class takes a few steps on two small parameters, and again on flat pieces of them, as workers
 update layers. A class is refused, with the reason, unless its update is elementwise, because layers
 are cut anywhere between workers. Its state must be tensors of its parameters' shapes, and single
-numbers that follow from the number of steps.
+numbers that do not depend on the gradients.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from inspect import Parameter, signature
 from itertools import pairwise
 from typing import Any, NoReturn
 
@@ -32,14 +31,6 @@ _CUTS = (7, 1)
 _TOLERANCE = 1e-11
 
 
-#: torch's classes that cannot be used, and the reason; their own errors do not give it.
-_NOT_BY_NUMBER = {
-    "torch.optim:LBFGS": "computes the loss several times in each step, by a closure",
-    "torch.optim:Muon": "updates each matrix as a whole",
-    "torch.optim:SparseAdam": "takes only sparse gradients, and layers have dense ones here",
-}
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Run:
     """Run of steps on whole parameters, as in a plain torch loop."""
@@ -59,17 +50,20 @@ def describe(training: TrainingSpec) -> Json:
         training, steps=_STEPS, schedule=ScheduleSpec(), optimizer=replace(spec, lr=spec.lr or 1e-3)
     )
     check = _Check(spec, tried)
-    check.known(spec.code.name)
     run = check.whole_run()
-    series = tuple(name for name in check.numbers(run) if not check.counts(run, name))
+    first, last = run.first[0], run.last[0]
+    tensors = [name for name, value in first.items() if _is_tensor(value)]
+    numbers = [name for name in first if name not in tensors]
+    counters = tuple(name for name in numbers if _counts(first[name], last[name]))
+    changing = [n for n in numbers if n not in counters and _differ(first[n], last[n])]
+    rate = rates_of(training)(1)
     sketch = OptimizerSketch(
         rows=tuple(
-            StateRow(name=name, initial=check.initial(name, rates_of(training)(1)))
-            for name in check.rows(run)
+            StateRow(name=n, initial=check.initial(n, rate), single=n in changing)
+            for n in (*tensors, *changing)
         ),
-        counters=tuple(name for name in check.numbers(run) if check.counts(run, name)),
-        series=series,
-        rated=check.rated(series),
+        counters=counters,
+        constants=tuple(n for n in numbers if n not in counters and n not in changing),
         code=code.fingerprint(spec.code),
     )
     described = Json(encode(sketch).decode())
@@ -82,13 +76,6 @@ class _Check:
     spec: OptimizerSpec
     training: TrainingSpec
 
-    def known(self, name: str) -> None:
-        """Raise JobError for a class of torch that cannot be used here."""
-        if name in _NOT_BY_NUMBER:
-            self._refuse(
-                f"{_NOT_BY_NUMBER[name]}; choose another, such as Adam, RAdam, Adagrad or SGD"
-            )
-
     def whole_run(self) -> _Run:
         """Run the optimizer's steps twice on the same numbers and once on others.
 
@@ -100,7 +87,7 @@ class _Check:
             self._refuse(
                 "gives different weights when it is run again; it must not draw random numbers"
             )
-        for name in self.numbers(run):
+        for name in (n for n, value in run.first[0].items() if not _is_tensor(value)):
             found = [state.get(name) for one in (run, other) for state in one.last]
             if any(_differ(found[0], value) for value in found[1:]):
                 self._refuse(
@@ -109,30 +96,8 @@ class _Check:
                 )
         return run
 
-    def rows(self, run: _Run) -> list[str]:
-        """Return the names of state tensors with their parameter's shape."""
-        return [name for name, value in run.first[0].items() if _is_tensor(value)]
-
-    def numbers(self, run: _Run) -> list[str]:
-        return [name for name, value in run.first[0].items() if not _is_tensor(value)]
-
-    def counts(self, run: _Run, name: str) -> bool:
-        first, last = run.first[0][name], run.last[0][name]
-        flag = first is None or isinstance(first, bool)
-        return not flag and float(first) == 1 and float(last) == _STEPS
-
-    def rated(self, series: Sequence[str]) -> tuple[str, ...]:
-        """Return the names in `series` whose numbers depend on the learning rate."""
-        if not series:
-            return ()
-        one, other = (
-            _Check(replace(self.spec, lr=lr), self.training)._steps(0).last[0]
-            for lr in (1e-3, 2e-3)
-        )
-        return tuple(name for name in series if _differ(one[name], other[name]))
-
     def initial(self, name: str, rate: float) -> float:
-        """Return the value of a state tensor before the first update.
+        """Return the value of a row before the first update.
 
         It is found by one update with zero gradients on zero weights.
         """
@@ -141,7 +106,7 @@ class _Check:
         optimizer.param_groups[0]["lr"] = rate
         parameter.grad = torch.zeros_like(parameter)
         self._step(optimizer, "whose gradients are 0")
-        found = optimizer.state[parameter][name].unique()
+        found = torch.as_tensor(optimizer.state[parameter][name]).unique()
         if found.numel() != 1 or not found.isfinite().all():
             self._refuse(f"begins with different numbers in {name}; they must be one number")
         return float(found)
@@ -167,8 +132,6 @@ class _Check:
         optimizer = make(self.spec, groups)
         if self.spec.weight_decay and "weight_decay" not in optimizer.defaults:
             self._refuse("takes no weight_decay; leave that out")
-        self._check_closure(optimizer)
-        before = [_settings(group) for group in optimizer.param_groups]
         first: list[dict[str, Any]] = []
         for step in range(1, _STEPS + 1):
             gradients = _drawn(source, step)
@@ -186,10 +149,6 @@ class _Check:
         last = [self._state(optimizer, one) for one in parameters]
         if any(one.keys() != first[0].keys() for one in (*first, *last)):
             self._refuse("must keep the same state of each parameter from its first step on")
-        for group, settings in zip(optimizer.param_groups, before, strict=True):
-            for name, value in _settings(group).items():
-                if name not in settings or value != settings[name]:
-                    self._refuse(f"keeps {name} in its group; only state of parameters is kept")
         return _Run(weights=[one.detach() for one in parameters], first=first, last=last)
 
     def _state(self, optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Any]:
@@ -231,16 +190,6 @@ class _Check:
         with self._stepping(which):
             optimizer.step()
 
-    def _check_closure(self, optimizer: torch.optim.Optimizer) -> None:
-        for one in signature(optimizer.step).parameters.values():
-            if one.default is Parameter.empty and one.kind not in (
-                Parameter.VAR_POSITIONAL,
-                Parameter.VAR_KEYWORD,
-            ):
-                self._refuse(
-                    f"needs {one.name} in each step; it must take a step without a closure"
-                )
-
     def _stepping(self, which: str = "") -> code.running:
         how = f" failed in a step{which and f' {which}'}"
         return code.running(f"optimizer: {self.spec.label}", how)
@@ -266,12 +215,14 @@ def _drawn(source: int, step: int) -> list[Tensor]:
     return [torch.randn(shape, dtype=torch.float64, generator=draws) for shape in _SHAPES]
 
 
-def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in group.items() if name != "params"}
-
-
 def _is_tensor(value: object) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0
+
+
+def _counts(first: Any, last: Any) -> bool:
+    """Return whether a number was 1 after the first step, and the steps' number after the last."""
+    flag = first is None or isinstance(first, bool)
+    return not flag and float(first) == 1 and float(last) == _STEPS
 
 
 def _differ(one: Any, other: Any) -> bool:

@@ -7,11 +7,9 @@ holds them.
 
 import math
 import sys
-import threading
-from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -52,6 +50,8 @@ class Slice:
     decayed: bool
     #: Numbers to treat separately, counted from the slice's first one.
     apart: Sequence[Apart] = ()
+    #: One of the other numbers: a class's single numbers are read there, the same for all of them.
+    typical: int = 0
 
 
 def learning_rate(schedule: ScheduleSpec, step: int, steps: int, base: float) -> float:
@@ -93,7 +93,7 @@ def update(slices: Iterable[Slice], training: TrainingSpec, step: int) -> None:
     written back after the update of the rest. A copy extends to whole cuts, because rounding
     depends on the position in a tensor (see `CUT_NUMBERS`).
     """
-    pieces = list(slices)
+    pieces = [replace(one, typical=_first_but(one.apart)) for one in slices]
     aside = [(piece, one, *_cover(piece, one)) for piece in pieces for one in piece.apart]
     _update(pieces, training, step, step - 1)
     late: defaultdict[int, list[Slice]] = defaultdict(list)
@@ -107,12 +107,27 @@ def update(slices: Iterable[Slice], training: TrainingSpec, step: int) -> None:
         piece.storage[:, start:stop] = cover.storage[:, start - first : stop - first]
 
 
+def _first_but(apart: Sequence[Apart]) -> int:
+    """Return the first number outside of `apart`."""
+    reached = 0
+    for one in sorted(apart, key=lambda one: one.numbers.start):
+        if one.numbers.start > reached:
+            break
+        reached = one.numbers.stop
+    return reached
+
+
 def _cover(piece: Slice, one: Apart) -> tuple[int, Slice]:
     """Return a copy of the whole cuts around those numbers, and the number that it begins at."""
     first = one.numbers.start // CUT_NUMBERS * CUT_NUMBERS
     columns = slice(first, -(-one.numbers.stop // CUT_NUMBERS) * CUT_NUMBERS)
     copied = piece.storage[:, columns].clone()
-    return first, Slice(storage=copied, gradient=piece.gradient[columns], decayed=piece.decayed)
+    return first, Slice(
+        storage=copied,
+        gradient=piece.gradient[columns],
+        decayed=piece.decayed,
+        typical=one.numbers.start - first,
+    )
 
 
 def _update(slices: Iterable[Slice], training: TrainingSpec, step: int, taken: int) -> None:
@@ -124,7 +139,7 @@ def _update(slices: Iterable[Slice], training: TrainingSpec, step: int, taken: i
     """
     spec = training.optimizer
     if spec.code is not None:
-        update_own(slices, spec, step, rates_of(training), taken)
+        update_own(slices, spec, rates_of(training)(step), taken)
         return
     rate = rates_of(training)(step)
     groups: dict[bool, list[Slice]] = {True: [], False: []}
@@ -187,12 +202,8 @@ def _sgd(group: list[Slice], spec: OptimizerSpec, taken: int, rate: float, decay
 # A new object of the class is made for each update. It gets one flat piece of a layer at a time
 # as its parameter, and its state is set from the rows of the piece. So an update is a function of
 # the pieces and of the step, and the code that moves, saves or cuts rows need not know the class.
-# Single numbers that a class keeps beside rows, such as a step count, follow from the number of
-# the step. `describe_optimizer` decides before the job whether a class can be used this way.
-
-
-#: Learning rate by step, from 1.
-Rates = Callable[[int], float]
+# A count of steps follows from the number of the step; any other single number has a row too, the
+# same in all its columns. `describe_optimizer` decides before the job whether a class can be used.
 
 
 def load() -> bool:
@@ -205,10 +216,8 @@ def load() -> bool:
     return new
 
 
-def update_own(
-    slices: Iterable[Slice], spec: OptimizerSpec, step: int, rates: Rates, taken: int
-) -> None:
-    """Take step `step` (from 1) of the job's class on all slices, in place.
+def update_own(slices: Iterable[Slice], spec: OptimizerSpec, rate: float, taken: int) -> None:
+    """Take one step of the job's class on all slices, in place.
 
     `taken`: steps that these have taken before. Raise JobError if the class cannot do it.
     """
@@ -217,37 +226,38 @@ def update_own(
         return
     like = pieces[0].storage
     optimizer = make(spec, [_dummy(like.dtype, like.device)])
-    if taken < step - 1 and spec.sketch.rated and rates(1) != rates(2):
-        raise JobError(
-            f"optimizer: {spec.label} keeps {', '.join(spec.sketch.rated)}, which follow from the "
-            "learning rates of all steps, and a parameter had no gradient in some of them; leave "
-            "out training.schedule, name another optimizer, or use all parameters in each step"
-        )
-    series = _series(spec, rates, like.dtype, like.device)
+    begun, first = _entries(spec, like.dtype, like.device)
     (group,) = optimizer.param_groups
-    group["lr"] = rates(step)
+    group["lr"] = rate
     for piece in pieces:
         group["weight_decay"] = spec.weight_decay if piece.decayed else 0.0
-        _take(optimizer, piece, spec.sketch, series.before(taken + 1))
+        _take(optimizer, piece, spec.sketch, first if taken else begun, taken)
 
 
 def _take(
     optimizer: torch.optim.Optimizer,
     piece: Slice,
     sketch: OptimizerSketch,
-    numbers: Mapping[str, Any],
+    entries: Mapping[str, Any],
+    taken: int,
 ) -> None:
+    """Update one piece. `entries`: a parameter's state at that point, whose numbers are others."""
     weights, *rows = piece.storage
     parameter = nn.Parameter(weights)
     parameter.grad = piece.gradient
     (group,) = optimizer.param_groups
     group["params"] = [parameter]
-    held = {row.name: view for row, view in zip(sketch.rows, rows, strict=True)}
+    held = list(zip(sketch.rows, rows, strict=True))
+    number = min(piece.typical, len(weights) - 1)  # all may be treated separately
     optimizer.state.clear()
-    if numbers:  # otherwise it creates its state in its first step
-        optimizer.state[parameter] = {
-            name: held.get(name, value) for name, value in numbers.items()
-        }
+    if entries:  # otherwise it creates its state in its first step
+        state = optimizer.state[parameter] = {n: _copy(value) for n, value in entries.items()}
+        for row, view in held:
+            if row.name in state:
+                state[row.name] = _numbered(state[row.name], view[number]) if row.single else view
+        for name in sketch.counters:
+            if name in state:
+                state[name] = _numbered(state[name], taken)
     _step(optimizer)
     after = optimizer.state[parameter]
     if set(after) != set(sketch.names):
@@ -257,8 +267,11 @@ def _take(
             "state from its first step on"
         )
     with torch.no_grad():
-        for name, view in held.items():
-            _store(after[name], view)
+        for row, view in held:
+            if row.single:
+                view.fill_(after[row.name])
+            else:
+                _store(after[row.name], view)
         _store(parameter.data, weights)
 
 
@@ -316,71 +329,22 @@ def _dummy(dtype: torch.dtype, device: torch.device) -> nn.Parameter:
     return parameter
 
 
-class _Series:
-    """Single numbers that the class keeps of every parameter, by the number of the step.
-
-    A parameter of one number yields them. If all are counters, it takes only the first step.
-    Others, such as the product of NAdam's momenta, need every step, once per process. All values
-    are kept, because some parameters may have taken far fewer steps than others.
-    """
-
-    def __init__(
-        self, spec: OptimizerSpec, rates: Rates, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        self._sketch, self._rates = spec.sketch, rates
-        #: Needed because updates of fed layers run in another thread.
-        self._lock = threading.Lock()
-        self._parameter = _dummy(dtype, device)
-        self._optimizer = make(spec, [self._parameter])
-        self._steps = 0
-        #: State of `_parameter` before its first step, and after it.
-        self._begun = self._numbers()
-        self._first: dict[str, Any] = {}
-        #: Numbers of `sketch.series` after each step.
-        self._series = {name: array("d") for name in self._sketch.series}
-
-    def before(self, step: int) -> dict[str, Any]:
-        """Return the entries of a parameter's state before `step`; empty if there are none yet.
-
-        The values of rows in it are meaningless.
-        """
-        taken = step - 1
-        with self._lock:
-            while self._steps < (taken if self._series else min(taken, 1)):
-                self._advance()
-            like = self._first if taken else self._begun
-            found = {name: _copy(value) for name, value in like.items()}
-            for name, values in self._series.items() if taken else ():
-                if found[name] is not None:
-                    found[name] = _numbered(found[name], values[taken - 1])
-        for name in self._sketch.counters:
-            if name in found:
-                found[name] = _numbered(found[name], taken)
-        return found
-
-    def _advance(self) -> None:
-        self._steps += 1
-        self._optimizer.param_groups[0]["lr"] = self._rates(self._steps)
-        _step(self._optimizer)
-        numbers = self._numbers()
-        self._first = self._first or numbers
-        for name, values in self._series.items():
-            values.append(math.nan if numbers[name] is None else float(numbers[name]))
-
-    def _numbers(self) -> dict[str, Any]:
-        state = self._optimizer.state.get(self._parameter, {})
-        return {name: _copy(value) for name, value in state.items()}
+@lru_cache(maxsize=4)
+def _entries(
+    spec: OptimizerSpec, dtype: torch.dtype, device: torch.device
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what the class keeps of a parameter before its first step, and after it."""
+    parameter = _dummy(dtype, device)
+    optimizer = make(spec, [parameter])
+    begun = {name: _copy(value) for name, value in optimizer.state.get(parameter, {}).items()}
+    _step(optimizer)
+    return begun, dict(optimizer.state.get(parameter, {}))
 
 
 def _copy(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
 
 
-def _numbered(like: Any, number: float) -> Any:
+def _numbered(like: Any, number: Any) -> Any:
     """Return `number` in the type of `like`; a tensor is filled in place."""
     return like.fill_(number) if isinstance(like, Tensor) else type(like)(number)
-
-
-@lru_cache(maxsize=4)
-def _series(spec: OptimizerSpec, rates: Rates, dtype: torch.dtype, device: torch.device) -> _Series:
-    return _Series(spec, rates, dtype, device)

@@ -26,7 +26,7 @@ training:
 
 def sketch(*rows: str) -> Json:
     described = [{"name": name, "initial": 0.5} for name in rows]
-    return Json(json.dumps({"rows": described, "counters": ["step"], "series": [], "code": "c0de"}))
+    return Json(json.dumps({"rows": described, "counters": ["step"], "code": "c0de"}))
 
 
 def job_of(optimizer: str) -> JobSpec:
