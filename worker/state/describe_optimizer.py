@@ -106,7 +106,8 @@ class _Check:
         optimizer.param_groups[0]["lr"] = rate
         parameter.grad = torch.zeros_like(parameter)
         self._step(optimizer, "whose gradients are 0")
-        found = torch.as_tensor(optimizer.state[parameter][name]).unique()
+        kept: Any = torch.as_tensor(optimizer.state[parameter][name])
+        found = kept.unique()
         if found.numel() != 1 or not found.isfinite().all():
             self._refuse(f"begins with different numbers in {name}; they must be one number")
         return float(found)
