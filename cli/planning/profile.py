@@ -20,7 +20,6 @@ import click
 from oobleck.cli.cluster.cluster import Cluster
 from oobleck.cli.cluster.local import check_room, interrupts
 from oobleck.cli.jobs.checks import all_here, check_inputs
-from oobleck.cli.jobs.follow import AWAY_S, follow_status
 from oobleck.cli.jobs.job_file import read_job
 from oobleck.cli.jobs.own_code import sent_text
 from oobleck.cli.options import (
@@ -38,6 +37,8 @@ from oobleck.host.ipc.endpoint import Endpoint
 
 if TYPE_CHECKING:
     from oobleck.cli.client import MasterClient
+    from oobleck.core.job.spec import JobSpec
+    from oobleck.core.profile import LayerProfile, Profile
 
 #: Two, so that there is a link to measure.
 _LOCAL_NODES = 2
@@ -135,6 +136,7 @@ def profile(
     with interrupts(), _measuring_master(master) as found:
         # gRPC starts after the daemons: a fork beside its threads is unsafe.
         from oobleck.cli.client import MasterClient
+        from oobleck.cli.jobs.follow import AWAY_S
 
         with MasterClient(found) as connection:
             if master is not None and all_here(connection.nodes()):
@@ -208,7 +210,7 @@ def _write(output: Path, text: str) -> None:
     _say(f"written to {output}")
 
 
-def _measure(connection: "MasterClient", job: JobSpec, *, patience_s: float) -> str:
+def _measure(connection: "MasterClient", job: "JobSpec", *, patience_s: float) -> str:
     """Return the profile's text. If this ends earlier, the measurement is cancelled."""
     text = sent_text(connection, job)
     job_id = connection.submit(text, secrets.token_hex(16), profile_only=True).job_id
@@ -224,8 +226,13 @@ def _measure(connection: "MasterClient", job: JobSpec, *, patience_s: float) -> 
 
 
 def _await_profile(connection: "MasterClient", job_id: str, patience_s: float) -> str:
-    """Print the job's states until it has ended; return the profile. An absent master is waited
-    for."""
+    """Print the job's states until it has ended; return the profile.
+
+    An absent master is waited for.
+    """
+    from oobleck.cli.jobs.follow import follow_status
+    from oobleck.cli.output.text import ENDED
+
     told = ""
     for status in follow_status(connection, job_id, _say, patience_s=patience_s):
         line = f"{status.state}: {status.reason}" if status.reason else status.state
@@ -244,6 +251,9 @@ def _say(line: str) -> None:
 
 def _table(text: str) -> str:
     """Format a column for each kind of layer, then the links."""
+    from oobleck.cli.output.table import table
+    from oobleck.core.profile import parse_profile
+
     found = parse_profile(text)
     notes = json.loads(text).get("measured", {})
     kinds = (found.layers[0], found.layers[1], found.layers[-1])
@@ -259,7 +269,7 @@ _LABELS = (
 )
 
 
-def _cells(layer: LayerProfile) -> list[str]:
+def _cells(layer: "LayerProfile") -> list[str]:
     """Return times, then sizes."""
     times = (layer.forward_s, layer.backward_s, layer.backward_input_s, layer.update_s)
     sizes = (
@@ -274,7 +284,7 @@ def _cells(layer: LayerProfile) -> list[str]:
     ]
 
 
-def _machines(found: Profile, notes: dict[str, Any]) -> list[str]:
+def _machines(found: "Profile", notes: dict[str, Any]) -> list[str]:
     """Format links, memory, and the measured devices."""
     links = found.links
     return [

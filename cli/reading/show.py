@@ -7,23 +7,22 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from datetime import datetime, timedelta
 from datetime import time as time_of_day
+from typing import TYPE_CHECKING
 
 import click
 
 from oobleck.cli import options
-from oobleck.cli.client import MasterClient
-from oobleck.cli.jobs.follow import LogPosition, follow_events, follow_logs, log_time
 from oobleck.cli.options import job_argument, node_names
-from oobleck.cli.output import text
-from oobleck.cli.output.events import event_line, incident_block
-from oobleck.cli.output.table import terminal_width, wants_colour
-from oobleck.cli.output.text import Form, entry, is_data
-from oobleck.cli.reading.watch import Answer, show
 from oobleck.core.units import parse_seconds
 from oobleck.host.command import NO_SUCH_THING, CommandFailed
 from oobleck.host.display import inline
 from oobleck.host.ipc.endpoint import Endpoint
-from oobleck.proto import control_pb2 as pb
+
+if TYPE_CHECKING:
+    from oobleck.cli.client import MasterClient
+    from oobleck.cli.jobs.follow import LogPosition
+    from oobleck.cli.output.text import Form
+    from oobleck.proto import control_pb2 as pb
 
 
 @click.command(cls=options.WatchCommand)
@@ -31,13 +30,17 @@ from oobleck.proto import control_pb2 as pb
 @options.master_option
 @options.watch_option
 @options.form_options("One JSON object: the job's status, or {nodes, jobs, head} of the cluster.")
-def status(job_id: str | None, master: Endpoint, watch_s: float | None, form: Form) -> None:
+def status(job_id: str | None, master: Endpoint, watch_s: float | None, form: "Form") -> None:
     """Show one job in full (state and reason, step, loss, pipelines, how many nodes it can still
     lose), or without JOB all nodes and jobs.
     """
+    from oobleck.cli.output import text
+    from oobleck.cli.output.table import terminal_width
+    from oobleck.cli.reading.watch import Answer, show
+
     wide = form == "wide"
 
-    def of_job(connection: MasterClient) -> Answer:
+    def of_job(connection: "MasterClient") -> Answer:
         job = connection.job(job_id or "")
         return Answer(
             data=text.plain(job),
@@ -45,7 +48,7 @@ def status(job_id: str | None, master: Endpoint, watch_s: float | None, form: Fo
             last=job.state in text.ENDED,
         )
 
-    def of_cluster(connection: MasterClient) -> Answer:
+    def of_cluster(connection: "MasterClient") -> Answer:
         nodes, jobs = connection.nodes(), connection.jobs()
 
         def tables() -> str:
@@ -68,10 +71,13 @@ def status(job_id: str | None, master: Endpoint, watch_s: float | None, form: Fo
 @options.master_option
 @options.watch_option
 @options.form_options("A JSON array of nodes.")
-def nodes(master: Endpoint, watch_s: float | None, form: Form) -> None:
+def nodes(master: Endpoint, watch_s: float | None, form: "Form") -> None:
     """List the nodes that the master knows: live, disconnected or lost."""
+    from oobleck.cli.output import text
+    from oobleck.cli.output.table import terminal_width
+    from oobleck.cli.reading.watch import Answer, show
 
-    def ask(connection: MasterClient) -> Answer:
+    def ask(connection: "MasterClient") -> Answer:
         found = connection.nodes()
 
         def listed() -> str:
@@ -88,10 +94,13 @@ def nodes(master: Endpoint, watch_s: float | None, form: Form) -> None:
 @options.master_option
 @options.watch_option
 @options.form_options("A JSON array of jobs.")
-def jobs(master: Endpoint, watch_s: float | None, form: Form) -> None:
+def jobs(master: Endpoint, watch_s: float | None, form: "Form") -> None:
     """List all jobs, oldest first."""
+    from oobleck.cli.output import text
+    from oobleck.cli.output.table import terminal_width
+    from oobleck.cli.reading.watch import Answer, show
 
-    def ask(connection: MasterClient) -> Answer:
+    def ask(connection: "MasterClient") -> Answer:
         found = connection.jobs()
         return Answer(
             data=[*map(text.plain, found)],
@@ -204,6 +213,8 @@ class _Moment(click.ParamType):  # type: ignore[type-arg]  # older releases are 
     name = "time"
 
     def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        from oobleck.cli.jobs.follow import log_time
+
         try:
             return log_time(time.time() - parse_seconds(value))
         except (ValueError, OverflowError, OSError):
@@ -218,8 +229,10 @@ class _Moment(click.ParamType):  # type: ignore[type-arg]  # older releases are 
 
 
 def _latest(clock: str, now: datetime) -> datetime:
-    """Return when it was last that time of day, in local time: today or yesterday. Raise
-    ValueError."""
+    """Return when it was last that time of day, in local time: today or yesterday.
+
+    Raise ValueError.
+    """
     today = datetime.combine(now.date(), time_of_day.fromisoformat(clock))
     return today if today <= now else today - timedelta(days=1)
 
@@ -229,7 +242,7 @@ class _Pattern(click.ParamType):  # type: ignore[type-arg]  # as above
 
     def convert(
         self, value: str, param: click.Parameter | None, ctx: click.Context | None
-    ) -> re.Pattern[str]:
+    ) -> "re.Pattern[str]":
         try:
             return re.compile(value)
         except re.error as error:
@@ -272,22 +285,26 @@ def logs(
     follow: bool,
     tail: int | None,
     since: str | None,
-    grep: re.Pattern[str] | None,
+    grep: "re.Pattern[str] | None",
     node: str | None,
     rank: int | None,
     raw: bool,
     master: Endpoint,
-    form: Form,
+    form: "Form",
 ) -> None:
     """Show the output of a job's workers, after the name of the worker; --wide adds the time.
 
     Control characters that a terminal would obey, such as escapes, are shown as text.
     """
+    from oobleck.cli.client import MasterClient
+    from oobleck.cli.jobs.follow import LogPosition, follow_logs
+    from oobleck.cli.output import text
+    from oobleck.cli.output.text import entry, is_data
 
-    def found(lines: Iterable[pb.LogLine]) -> Iterator[pb.LogLine]:
+    def found(lines: "Iterable[pb.LogLine]") -> "Iterator[pb.LogLine]":
         return (line for line in lines if grep is None or grep.search(line.line))
 
-    def show(lines: Iterable[pb.LogLine]) -> None:
+    def show(lines: "Iterable[pb.LogLine]") -> None:
         for line in lines:
             if is_data(form):
                 click.echo(entry(text.plain(line), form))
@@ -310,18 +327,18 @@ def logs(
             show(found(follow_logs(connection, job_id, node=node, rank=rank, behind=told)))
 
 
-def _noted(lines: Iterable[pb.LogLine], told: LogPosition) -> Iterator[pb.LogLine]:
+def _noted(lines: "Iterable[pb.LogLine]", told: "LogPosition") -> "Iterator[pb.LogLine]":
     for line in lines:
         if told.is_new(line):
             yield line
 
 
-def _last(lines: Iterator[pb.LogLine], tail: int | None) -> Iterable[pb.LogLine]:
+def _last(lines: "Iterator[pb.LogLine]", tail: int | None) -> "Iterable[pb.LogLine]":
     """Return all lines, as they arrive, or the last `tail`, with only these in memory."""
     return lines if tail is None else deque(lines, maxlen=tail)
 
 
-def _nodes_of(master: MasterClient, job_id: str) -> list[str]:
+def _nodes_of(master: "MasterClient", job_id: str) -> list[str]:
     """Return all nodes that the job has or had, in order."""
     plan = master.job(job_id).plan
     found = {node for pipeline in plan.pipelines for node in pipeline.nodes}

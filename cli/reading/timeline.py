@@ -9,10 +9,8 @@ from typing import Any
 import click
 
 from oobleck.cli import options
-from oobleck.cli.client import MasterClient
 from oobleck.cli.options import job_argument
-from oobleck.cli.output.table import table, terminal_width
-from oobleck.cli.output.text import dump_line
+from oobleck.cli.output.table import table
 from oobleck.core.units import count
 from oobleck.host.command import FAILED, USAGE, CommandFailed
 from oobleck.host.ipc.endpoint import Endpoint
@@ -159,8 +157,10 @@ def steps_table(trace: Mapping[str, Any], width: int | None = None) -> str:
 
 
 def _nested(spans: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, str, float]]:
-    """Yield depth (0: a step), name without number, and duration of one worker's spans. The spans
-    are adjacent or nested."""
+    """Yield depth (0: a step), name without number, and duration of one worker's spans.
+
+    The spans are adjacent or nested.
+    """
     ends: list[float] = []
     for span in sorted(spans, key=lambda span: (span["ts"], -span["dur"])):
         while ends and ends[-1] <= span["ts"]:

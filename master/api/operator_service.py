@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator
-from itertools import islice, takewhile
+from itertools import takewhile
 from typing import Any
 
 import grpc
@@ -314,8 +314,8 @@ class OperatorService(rpc.OperatorServicer):
             while request.follow:
                 changed = self._master.changes.next
                 ended = job.state in ENDED
-                while (line := follower.take()) is not None:
-                    yield _log_line(line)
+                while (new := follower.take()) is not None:
+                    yield _log_line(new)
                 if ended:
                     return
                 await self._master.changes.after(changed)

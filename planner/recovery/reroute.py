@@ -130,11 +130,11 @@ class Spread:
         """
         parts = self.parts(route.hops)
         if all(lives for lives, _ in parts):
-            return Counter({route.hops: route.microbatches})
+            return [(route.hops, route.microbatches)]
         ways = Counter[_Fillings]()
         for count in bundles(route.microbatches):
             ways[self.fill(parts, count)] += count
-        return Counter({joined(parts, fillings): count for fillings, count in ways.items()})
+        return [(joined(parts, fillings), count) for fillings, count in ways.items()]
 
     def way(self, passed: tuple[Hop, ...]) -> list[Hop]:
         """Choose the way of one more micro-batch, and count its work: these hops, with others in
