@@ -5,6 +5,7 @@ other module of the tests, which such a process has not.
 """
 
 import contextlib
+import runpy
 import socket
 import sys
 from collections.abc import Iterator
@@ -29,7 +30,8 @@ def calls_diverted() -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    code = sys.argv.pop()
+    _, _, _, module, *arguments = sys.argv  # python -m MODULE ...
     sys.path.pop(0)  # this folder
+    sys.argv = [module, *arguments]
     with calls_diverted():
-        exec(code)
+        runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -232,7 +233,7 @@ def test_the_last_daemon_is_started_again_too(tmp_path: Path) -> None:
         assert cluster.master is not None
         cluster.master.process.kill()
         with pytest.raises(KeyboardInterrupt):
-            cluster.watch()
+            cluster.watch(threading.Event())
     finally:
         cluster.stop()
     assert "agent n1 (pid #) was killed by SIGKILL; it restarts in 2 s" in told

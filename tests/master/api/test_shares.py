@@ -292,7 +292,8 @@ def test_a_dashboard_of_as_many_jobs_as_it_shows_has_all_its_calls(tmp_path: Pat
             with urllib.request.urlopen(f"http://{page}/metrics") as told:
                 text = told.read().decode()
             name = f'oobleck_grpc_open_calls{{method="{method}"}} '
-            return round(float(text.partition(name)[2].split()[0]))
+            found = text.partition(name)[2].split()  # nothing before the first such call
+            return round(float(found[0])) if found else 0
 
         viewer = Endpoint(address=secured.address, credentials=holder(secured, "viewer", "dash"))
         operator = Endpoint(address=secured.address, credentials=read_credentials(secured.operator))
