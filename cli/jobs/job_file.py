@@ -1,10 +1,12 @@
-"""Job files before submission: read within limits of size, and with absolute paths."""
+"""Job files before submission: read within limits of size and time, and with absolute paths."""
 
 import contextlib
 import dataclasses
 import os
+import select
+import stat
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,10 +17,14 @@ from oobleck.core.job.model import AnyModel, ModelSpec, OwnModelSpec
 from oobleck.core.job.spec import DataSpec, JobSpec
 from oobleck.core.profile import parse_profile
 from oobleck.host.command import USAGE, CommandFailed
-from oobleck.host.system.files import read_regular
+from oobleck.host.system.files import open_at_once
 from oobleck.planner.profile.measurement import check_fits
 
-# ---- text files that the user names: a regular file, or standard input
+# ---- text files that the user names: a regular file, a pipe, or standard input
+
+
+#: Longest silence of a pipe's writer; a pipe without one would block for ever.
+PIPE_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,19 +55,19 @@ CONFIG_OF_MODEL = TextFile(
 
 
 def read_text(path: Path, wanted: TextFile) -> str:
-    """Return the text of a regular file, or of standard input for `-`. Raise CommandFailed."""
+    """Return the text of a regular file, a pipe, or standard input for `-`. Raise CommandFailed."""
     most = wanted.most_mib << 20
     try:
         if str(path) == "-":
             if sys.stdin is None:  # closed by the process that started this one
                 raise _refused(path, wanted, "standard input is closed")
             raw = sys.stdin.buffer.read(most + 1)
-            if len(raw) > most:
-                raise _refused(path, wanted, f"larger than {wanted.most_mib} MiB")
         else:
-            raw = read_regular(path, most)
+            raw = _read_file(path, wanted, most)
     except OSError as error:
         raise _refused(path, wanted, str(error.strerror)) from error
+    if len(raw) > most:
+        raise _refused(path, wanted, f"larger than {wanted.most_mib} MiB")
     try:
         return raw.decode()
     except UnicodeDecodeError as error:
@@ -71,6 +77,32 @@ def read_text(path: Path, wanted: TextFile) -> str:
 def _refused(path: Path, wanted: TextFile, problem: str) -> CommandFailed:
     text = f"{wanted.field}{path}: {problem}; give {wanted.what}"
     return CommandFailed(text, USAGE)
+
+
+def _read_file(path: Path, wanted: TextFile, most: int) -> bytes:
+    descriptor = open_at_once(path)
+    with open(descriptor, "rb", buffering=0) as file:
+        mode = os.fstat(descriptor).st_mode
+        if stat.S_ISREG(mode):
+            return _read_all(file.read, most)
+        if not stat.S_ISFIFO(mode):
+            raise _refused(path, wanted, "is not a regular file")
+
+        def read_pipe(count: int) -> bytes | None:
+            if not select.select([descriptor], [], [], PIPE_TIMEOUT_S)[0]:
+                silence = f"nothing came through this pipe for {PIPE_TIMEOUT_S:.0f} s"
+                raise _refused(path, wanted, silence)
+            return file.read(count)
+
+        return _read_all(read_pipe, most)
+
+
+def _read_all(read: Callable[[int], bytes | None], most: int) -> bytes:
+    """Read to the end, or one byte beyond the limit."""
+    raw = b""
+    while len(raw) <= most and (piece := read(most + 1 - len(raw))):
+        raw += piece
+    return raw
 
 
 def read_job(

@@ -272,12 +272,14 @@ def test_what_is_no_profile_file_is_refused_at_once(job_file: JobFile, tmp_path:
         (str(tmp_path), "Is a directory"),
         (str(tmp_path / "binary"), "not a text file"),
         (str(tmp_path / "absent"), "No such file or directory"),
-        (str(tmp_path / "pipe"), "is not a regular file"),
+        (str(tmp_path / "pipe"), "nothing came through this pipe for 5 s"),
     ):
         line = refused(run("plan", "--profile", path, *asked), 2)
         assert line.startswith(f"oobleck: --profile {path}: {problem}; give a profile file, as ")
         if path.endswith("absent"):
             continue  # tests/cli/planning/test_profile.py
+        if path.endswith("pipe"):
+            continue  # it is waited for in the same place, for another 5 s
         job = job_file(extra=f"profile: {path}\n")
         line = refused(run("plan", str(job), "--nodes", "2"), 2)
         assert line == (
