@@ -27,6 +27,7 @@ from bench.uneven import CASES, pipelines, profile, relative
 from oobleck.core.errors import PlanInfeasible
 from oobleck.core.ids import NodeName
 from oobleck.planner.recovery.course import PlanWanted
+from oobleck.planner.recovery.outlook import Outlook
 from oobleck.planner.recovery.terms import Terms
 from oobleck.planner.simulate.costs import Costs
 from oobleck.planner.simulate.replay import Setting, replay
@@ -84,6 +85,7 @@ class StepTable(Shapes):
         fresh: int,
         wanted: PlanWanted,
         rates: Rates = (),
+        outlook: Outlook | None = None,
     ) -> Outcome:
         stay = [seat for seat in range(len(shape.nodes)) if seat not in gone]
         return self._outcome((*stay, *(-1 - seat for seat in range(fresh))))

@@ -5,17 +5,19 @@
 Each case is a random model on a random cluster: its first plan loses one or two nodes, and gets
 them back. Printed are, over the cases:
 
-- `loss`: the steps committed until the next loss is expected by the choice of `auto`, against the
-  best of all candidates that keep as high a guarantee: each policy's own answer, alone or followed
-  by templates, and a first plan for the nodes that are left, for which state moves;
-- `against a first plan`: the step of the plan of templates after the loss, and that after the
-  return, over that of a first plan for the same nodes;
+- `loss`: the steps that are expected until the next loss by the choice of `auto`, against the best
+  of all candidates that keep as high a guarantee: each policy's own answer, alone or followed by
+  templates or by the shape of a first plan, and that shape at once. The next loss is expected after
+  1 minute to 7 days, which is drawn too;
+- `against a first plan`: the step of the plan behind the loss, and of that after the return, over
+  that of a first plan for the same nodes;
 - `against staying`: the step after the return over that before it.
 
 All steps are weighed by what splitting the backward may cost, which profiles lack.
 """
 
 import argparse
+import math
 import random
 import statistics
 from collections.abc import Iterator, Sequence
@@ -27,12 +29,14 @@ from oobleck.core.ids import Generation, NodeName
 from oobleck.core.plan import Plan
 from oobleck.core.schedules import Schedule
 from oobleck.planner.cost.estimate import estimate_step
-from oobleck.planner.recovery.answer import Answer, Change, answer
+from oobleck.planner.recovery.answer import Answer, Change, splitting_weight
+from oobleck.planner.recovery.chooser import CHANGE_S, choose
+from oobleck.planner.recovery.outlook import expecting
 from oobleck.planner.recovery.policies import answer as chosen
 from oobleck.planner.recovery.policies import answers, unforced
-from oobleck.planner.recovery.reconfigure import HORIZON_S, Reconfiguration, can_lose
+from oobleck.planner.recovery.reconfigure import can_lose
 from oobleck.planner.recovery.terms import Terms
-from oobleck.planner.recovery.worth import CHANGE_S, splitting_weight
+from oobleck.planner.recovery.worth import anew
 from oobleck.planner.search.catalogue import Catalogue
 from oobleck.planner.search.firstplan import make_first_plan, node_specification
 
@@ -63,6 +67,7 @@ class Cluster:
         self.sizes = node_specification(self.profile, nodes=count, fault_tolerance=self.f)
         self.catalogue = Catalogue(tied=True)
         lost = rng.sample(self.names, rng.choice([1, 1, 2]))
+        self.wait_s = 60.0 * 10 ** rng.uniform(0, 4)
         self.left = [name for name in self.names if name not in lost]
 
     def first(self, nodes: Sequence[NodeName], generation: int) -> Plan:
@@ -95,31 +100,28 @@ def weighed_s(step_s: float, plan: Plan) -> float:
     return step_s * splitting_weight(plan)
 
 
-def committed(answers_in_turn: Sequence[Answer]) -> float:
-    """Steps within the horizon: each plan's standstill, then its steps; all but the last one have
-    as many whole steps as the copying for the next one takes."""
-    left_s, steps = HORIZON_S, 0.0
+def committed(answers_in_turn: Sequence[Answer], wait_s: float) -> float:
+    """Return the steps that are expected until the next loss: each plan's standstill, then its
+    steps; all but the last one have as many whole steps as the copying for the next one takes."""
+    at, steps = CHANGE_S + answers_in_turn[0].stall_s, 0.0
     for number, each in enumerate(answers_in_turn):
         step_s = weighed_s(each.step_s, each.found.plan)
-        if number == 0:
-            left_s -= each.stall_s
-        if number + 1 < len(answers_in_turn):
-            whole = 1 + -(-answers_in_turn[number + 1].stall_s // step_s)
-            whole = min(whole, left_s / step_s)
-            steps, left_s = steps + whole, left_s - whole * step_s - CHANGE_S
-        else:
-            steps += max(0.0, left_s) / step_s
+        if number + 1 == len(answers_in_turn):
+            return steps + wait_s / step_s * math.exp(-at / wait_s)
+        behind = answers_in_turn[number + 1]
+        until = at + step_s * (1 + -(-behind.stall_s // step_s))
+        steps += wait_s / step_s * (math.exp(-at / wait_s) - math.exp(-until / wait_s))
+        at = until + CHANGE_S + behind.outrun_s
     return steps
 
 
-def candidates(change: Change, anew: Answer) -> Iterator[tuple[Answer, ...]]:
+def candidates(change: Change, best: Answer) -> Iterator[tuple[Answer, ...]]:
     own = {name: one for name, one in answers(change).items() if isinstance(one, Answer)}
-    yield (anew,)
+    yield (best,)
     yield from ((one,) for one in own.values())
-    if "reroute" in own:
-        yield own["reroute"], anew
-        if "templates" in own:
-            yield own["reroute"], own["templates"]
+    yield from ((one, best) for one in own.values())
+    if {"reroute", "templates"} <= own.keys():
+        yield own["reroute"], own["templates"]
 
 
 def guarantee(last: Answer, most: int) -> int:
@@ -133,28 +135,30 @@ def examine(seed: int) -> Outcome:
     change = case.change(before, before, case.left)
     first = case.first(case.left, 2)
     first_s = estimate_step(first, case.profile, tied=True).step_s
-    moved = Reconfiguration(plan=first, rule="reshape", reason="a first plan")
-    anew = answer("templates", moved, first_s, change)
-    taken = chosen(change, "auto")
-    by_templates = chosen(change, "templates")
-    course = (taken, by_templates) if taken.then == "templates" else (taken,)
+    best = anew(change)
+    outlook = expecting(case.wait_s, len(case.left))
+    taken = chosen(change, "auto", outlook)
+    by_templates = chosen(change, "templates", outlook)
+    behind = {"templates": by_templates, "anew": best}.get(taken.then or "")
+    course = (taken,) if behind is None else (taken, behind)
     kept = guarantee(course[-1], case.f)
-    best = max(
-        committed(one) for one in candidates(change, anew) if guarantee(one[-1], case.f) >= kept
+    most = max(
+        committed(one, case.wait_s)
+        for one in candidates(change, best)
+        if guarantee(one[-1], case.f) >= kept
     )
     back = case.change(course[-1].found.plan, by_templates.found.plan, case.names)
     staying_s = weighed_s(course[-1].step_s, course[-1].found.plan)
     try:
-        joining = unforced(back)
+        joining = choose(unforced(back), expecting(case.wait_s, len(case.names)))
         after_s: float | None = weighed_s(joining.step_s, joining.found.plan)
     except PlanInfeasible:
         after_s = None
     before_s = weighed_s(estimate_step(before, case.profile, tied=True).step_s, before)
     return Outcome(
         seed=seed,
-        loss=1 - committed(course) / max(best, committed(course)),
-        loss_first=weighed_s(by_templates.step_s, by_templates.found.plan)
-        / weighed_s(first_s, first)
+        loss=max(0.0, 1 - committed(course, case.wait_s) / most),
+        loss_first=weighed_s(course[-1].step_s, course[-1].found.plan) / weighed_s(first_s, first)
         - 1,
         returned=None if after_s is None else after_s / staying_s - 1,
         returned_first=(staying_s if after_s is None else after_s) / before_s - 1,

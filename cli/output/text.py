@@ -274,6 +274,8 @@ def job_facts(job: pb.JobStatus) -> Iterator[tuple[str, str]]:
             yield "policy", f"{job.policy}{then}"
         if job.state not in ENDED:
             yield "can lose", can_lose(job)
+        if job.HasField("outlook"):
+            yield "next loss", outlook(job)
 
 
 def lost_records(lost: pb.LostRecords) -> str:
@@ -281,6 +283,21 @@ def lost_records(lost: pb.LostRecords) -> str:
     if lost.first_step == lost.last_step:
         return f"the record of {lost.first_step} is lost"
     return f"records of {lost.first_step}-{lost.last_step} are lost"
+
+
+def outlook(job: pb.JobStatus) -> str:
+    """Return when the next loss is expected, and by what."""
+    found = job.outlook
+    known = f"{found.seen:.2g} seen lately" if round(found.seen, 1) else "none seen lately"
+    return (
+        f"expected in {_days(found.next_loss_s)}: a node in "
+        f"{_days(86_400 / found.losses_per_node_day)} ({known}; recovery.mtbf is "
+        f"{_days(found.prior_mtbf_s)})"
+    )
+
+
+def _days(span_s: float) -> str:
+    return f"{span_s / 86_400:.3g} days" if span_s >= 2 * 86_400 else about(span_s)
 
 
 def can_lose(job: pb.JobStatus) -> str:

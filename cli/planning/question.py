@@ -22,6 +22,7 @@ from oobleck.host.command import USAGE, CommandFailed
 from oobleck.planner.profile.estimate import estimate_profile, flops_per_token
 from oobleck.planner.profile.machine import GPUS, NOMINAL, Machine
 from oobleck.planner.profile.memory import gpu_reserve_bytes, usable_bytes
+from oobleck.planner.recovery.outlook import MTBF_S
 from oobleck.planner.report.speed import Speed
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -113,6 +114,8 @@ class Question:
     shadows: bool = False
     #: Answer to losses.
     policy: RecoveryPolicy = "templates"
+    #: Mean time between losses of one node that is expected, seconds.
+    mtbf_s: float = MTBF_S
     #: Notes on unused parts of the profile or the machines, and on the basis of times.
     notes: tuple[str, ...] = ()
     #: FLOPs of a step per token, tokens per sample, and peak FLOP/s of a worker; None: unknown.
@@ -197,6 +200,7 @@ def from_job(path: Path, overrides: Sequence[str], flags: Flags) -> Question:
         tied=job.model.ties,
         shadows=job.recovery.shadows == "auto",
         policy=job.recovery.policy,
+        mtbf_s=job.recovery.mtbf_s,
         notes=(*_unused(profile, used), *notes_of_times(flags, speed, measured=bool(text))),
         speed=speed,
     )

@@ -300,6 +300,7 @@ class _Case:
                 costs=replace(self.costs, checkpoint_every_s=point.checkpoint_every_s),
                 until_s=self.until_s,
                 spares=point.spares,
+                mtbf_s=self.question.mtbf_s,
             )
         except PlanInfeasible as error:
             raise CommandFailed(str(error), USAGE) from error

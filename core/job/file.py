@@ -101,11 +101,11 @@ def fields_of(kind: type) -> Mapping[str, inspect.Field]:
 
 
 def inner(kind: inspect.Type) -> inspect.Type:
-    """Return the type of a value that may also be null."""
+    """Return the type of a value that may also be null, if there is only one."""
     if not isinstance(kind, inspect.UnionType):
         return kind
-    (found,) = (one for one in kind.types if not isinstance(one, inspect.NoneType))
-    return found
+    found = [one for one in kind.types if not isinstance(one, inspect.NoneType)]
+    return found[0] if len(found) == 1 else kind
 
 
 def is_section(field: inspect.Field) -> bool:
@@ -247,6 +247,8 @@ def _expected(kind: inspect.Type) -> str:
             return "a text"
         case inspect.LiteralType(values=values):
             return " or ".join(map(str, values))
+        case inspect.UnionType(types=types):
+            return " or ".join(map(_expected, types))
         case inspect.VarTupleType(item_type=inspect.StrType()):
             return "a list of texts"
         case inspect.VarTupleType(item_type=item):

@@ -15,13 +15,14 @@ from oobleck.core.job.model import AnyModel, ModelSpec
 from oobleck.core.job.optimization import OptimizerSpec, ScheduleSpec
 from oobleck.core.redact import redact
 from oobleck.core.schedules import Schedule
+from oobleck.core.units import parse_seconds
 
 Precision = Literal["fp32", "bf16", "fp64"]
 Products = Literal["highest", "high", "medium"]
 Recompute = Literal["none", "layer"]
 GradientSums = Literal["full", "bf16"]
 OnStateLost = Literal["fail", "restart"]
-RecoveryPolicy = Literal["auto", "templates", "reroute", "uneven"]
+RecoveryPolicy = Literal["auto", "templates", "reroute", "uneven", "morph"]
 Shadows = Literal["auto", "none"]
 TransportName = Literal["auto", "tcp"]
 DataPlane = Literal["auto", "sealed", "clear"]
@@ -189,8 +190,9 @@ class CheckpointSpec:
 
     #: Directory or fsspec URL, the same place on all nodes.
     path: str
-    #: Steps between two checkpoints.
-    every: Count = 100
+    #: Steps between two checkpoints; auto: as often as the cost of a save and the rate of losses
+    #: that workers do not survive make best.
+    every: Count | Literal["auto"] = 100
     #: Newest checkpoints that stay.
     keep: Count = 3
     #: A job whose path holds checkpoints goes on from the newest valid one (auto), must find one
@@ -219,11 +221,24 @@ class CheckpointSpec:
 class RecoverySpec:
     """Settings of recovery from a loss; see `oobleck.planner.recovery.policies`."""
 
-    #: Preferred answer to losses, where it applies; auto: whichever resumes training sooner.
+    #: Preferred answer to losses, where it applies; auto: the one that is expected to commit most
+    #: steps until the next loss.
     policy: RecoveryPolicy = "auto"
+    #: Mean time between losses of one node that is expected before any is seen, as 30d or 12h.
+    mtbf: str = "30d"
     #: auto: where too few nodes hold a layer for fault_tolerance, and there is memory, further
     #: nodes hold it (`oobleck.planner.search.shadows`).
     shadows: Shadows = "auto"
+
+    def __post_init__(self) -> None:
+        try:
+            self.mtbf_s  # noqa: B018  # raises ValueError
+        except ValueError as error:
+            raise ValueError(f"mtbf: {error}") from error
+
+    @property
+    def mtbf_s(self) -> float:
+        return parse_seconds(self.mtbf)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -88,6 +88,7 @@ def job_status(state: ClusterState, job: Job, config: MasterConfig, now: float) 
             message.can_lose = job.current.made.can_lose
         if job.state not in ENDED:
             message.memory.extend(_memory(state, job))
+            message.outlook.CopyFrom(_outlook(state, job, now))
     if (share := mfu(state, job, message.tokens_per_s)) is not None:
         message.mfu = share
     if (age_s := step_age_s(seen, now)) is not None and job.state not in ENDED:
@@ -98,6 +99,17 @@ def job_status(state: ClusterState, job: Job, config: MasterConfig, now: float) 
         step_tokens = fmean(record.tokens for record in recent[1:] or recent)
         message.eta_s = (training.steps - seen.steps.committed_step) * step_tokens / rate
     return message
+
+
+def _outlook(state: ClusterState, job: Job, now: float) -> pb.Outlook:
+    losses, prior_s = state.losses_until(job.seen.unix(now)), job.spec.recovery.mtbf_s
+    per_node_s = losses.per_node_s(prior_s)
+    return pb.Outlook(
+        losses_per_node_day=per_node_s * 86_400,
+        next_loss_s=1 / (per_node_s * max(1, len(job.current.members))),
+        prior_mtbf_s=prior_s,
+        seen=sum(losses.events.values()),
+    )
 
 
 def _data_plane(state: ClusterState, job: Job) -> str:

@@ -36,7 +36,9 @@ from oobleck.master.state.node import Node
 from oobleck.planner.cost.estimate import worker_peak_bytes
 from oobleck.planner.cost.listed import estimate_listed
 from oobleck.planner.recovery.answer import Answer
+from oobleck.planner.recovery.chooser import Candidates, choose
 from oobleck.planner.recovery.course import PLAIN, VOLUNTARY, PlanWanted
+from oobleck.planner.recovery.outlook import Outlook
 from oobleck.planner.report.planning import Planning
 
 
@@ -110,10 +112,15 @@ def idle_slots(plan: Plan, worker_slots: int) -> str:
 
 
 def next_plan(
-    planner: Planner, job: Job, live: Sequence[Node], generation: Generation, wanted: PlanWanted
+    planner: Planner,
+    job: Job,
+    live: Sequence[Node],
+    generation: Generation,
+    wanted: PlanWanted,
+    outlook: Outlook,
 ) -> Answer:
-    """Ask for the plan that replaces `job`'s newest one on `live`. Raises StillPlanning,
-    PlanInfeasible.
+    """Ask for the plans that may replace `job`'s newest one on `live`, and return the best by the
+    outlook. Raises StillPlanning, PlanInfeasible.
 
     Where planning fails by an internal error, plain templates answer a change that must be made.
     Raises PlanningFailed where they fail too, or where no change has to be made.
@@ -134,11 +141,12 @@ def next_plan(
         generation=generation,
     )
     try:
-        return _answer(planner, request)
+        return choose(_candidates(planner, request), outlook)
     except PlanningFailed as failed:
         if wanted in VOLUNTARY:
             raise
-        answer = _answer(planner, msgspec.structs.replace(request, wanted=PLAIN))
+        plain = msgspec.structs.replace(request, wanted=PLAIN)
+        answer = choose(_candidates(planner, plain), outlook)
         reason = f"{answer.found.reason}; {failed}"
         return replace(answer, found=replace(answer.found, reason=reason))
 
@@ -168,8 +176,8 @@ def planning(job: Job, nodes: Sequence[Node]) -> Planning:
     )
 
 
-def _answer(planner: Planner, request: NextPlanRequest) -> Answer:
-    """Ask for the requested plan. Raises StillPlanning, PlanInfeasible."""
+def _candidates(planner: Planner, request: NextPlanRequest) -> Candidates:
+    """Ask for the requested plans. Raises StillPlanning, PlanInfeasible."""
     reply = planner.reply(request)
     if isinstance(reply, Infeasible):
         raise PlanInfeasible(*reply.causes)
@@ -177,7 +185,7 @@ def _answer(planner: Planner, request: NextPlanRequest) -> Answer:
         raise PlanningFailed(request.wanted, reply)
     if not isinstance(reply, NextPlanReply):
         raise RuntimeError(f"{reply} is no next plan")
-    return reply.answer
+    return reply.candidates
 
 
 def _plans(job: Job, made: PlanMade) -> tuple[Plan, Plan]:

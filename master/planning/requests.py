@@ -26,7 +26,7 @@ from oobleck.master.state.node import Node
 from oobleck.planner.profile.estimate import estimate_profile
 from oobleck.planner.profile.machine import slowest_of
 from oobleck.planner.profile.memory import budget_bytes
-from oobleck.planner.recovery.answer import Answer
+from oobleck.planner.recovery.chooser import Candidates
 from oobleck.planner.recovery.course import PlanWanted
 from oobleck.planner.search.firstplan import node_specification, on_usable_gpus
 
@@ -145,9 +145,9 @@ class FirstPlanReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class NextPlanReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Reply to `NextPlanRequest`."""
+    """Reply to `NextPlanRequest`: what to choose from, which depends on no moment."""
 
-    answer: Answer
+    candidates: Candidates
 
 
 class Infeasible(msgspec.Struct, frozen=True, kw_only=True, tag=True):

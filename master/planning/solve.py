@@ -117,7 +117,7 @@ def _next_plan(request: NextPlanRequest) -> NextPlanReply:
         generation=request.generation,
         rates={one.worker: one.rate for one in request.rates},
     )
-    return NextPlanReply(answer=ask(change, request.wanted))
+    return NextPlanReply(candidates=ask(change, request.wanted))
 
 
 def forget() -> None:

@@ -16,6 +16,7 @@ from oobleck.core.messages import CheckpointSaved, Restored, SaveFailed
 from oobleck.host.detection import GATHER_WORDS_S
 from oobleck.master.events.jobs import (
     CheckpointPublished,
+    CheckpointRequested,
     FirstStepCommitted,
     JobCancelled,
     JobCaughtUp,
@@ -226,6 +227,26 @@ def note_checkpoint(context: Context) -> Decision | None:
             event = _event(job, report)
             return Decision(actions=(event,), reason="a worker told of a checkpoint")
     return None
+
+
+def save_in_time(context: Context, job: Job) -> Decision | None:
+    """Request a checkpoint of a job that leaves their times to the master."""
+    spec, saves = job.spec.checkpoint, job.saves
+    if spec is None or spec.every != "auto" or not questions.undisturbed(context.state, job):
+        return None
+    saved = saves.checkpoint.step if saves.checkpoint is not None else 0
+    if saves.answered < saves.requested or job.seen.steps.committed_step <= saved:
+        return None
+    interval_s = questions.save_interval_s(context, job)
+    last = max(saves.checkpoint_at, saves.requested_at, job.started_at)
+    due = context.now + last + interval_s - job.seen.unix(context.now)
+    if context.now < due:
+        return Decision(wake_at=due)
+    number = saves.requested + 1
+    event = CheckpointRequested(job_id=job.id, request_id=f"auto-{number}", number=number)
+    return Decision(
+        actions=(event,), reason=f"a checkpoint is due, {interval_s:.0f} s after the last one"
+    )
 
 
 def _event(job: Job, report: SaveReport) -> CheckpointPublished | SaveProblem | JobRestored:

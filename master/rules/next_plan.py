@@ -85,11 +85,19 @@ def next_plan(
 def _next_plan(
     context: Context, job: Job, live: Sequence[Node], generation: Generation, wanted: PlanWanted
 ) -> Answer:
-    answer = client.next_plan(context.planner, job, live, generation, wanted)
+    if wanted == course.MORPH and not job.has_checkpoint:
+        answer = _next_plan(context, job, live, generation, course.MOVING)
+        reason = f"{answer.found.reason}; not by {wanted}: there is no checkpoint yet"
+        return replace(answer, found=replace(answer.found, reason=reason))
+    outlook = questions.outlook(context, job)
+    answer = client.next_plan(context.planner, job, live, generation, wanted, outlook)
     lost = questions.lost_layers(context.state, job, answer.found.plan)
     if lost is not None and wanted in course.VOLUNTARY:
         raise PlanInfeasible(*lost.causes)  # the change is voluntary
-    if lost is not None and answer.policy != course.MOVING and wanted != course.MOVING:
+    if lost is not None and job.has_checkpoint and wanted != course.MORPH:
+        # All state is loaded anyway, so the shape is free.
+        return _next_plan(context, job, live, generation, course.MORPH)
+    if lost is not None and wanted not in (course.MOVING, course.MORPH):
         # State must move anyway, so move it to where it is best.
         return _next_plan(context, job, live, generation, course.MOVING)
     if lost is None or job.has_checkpoint:

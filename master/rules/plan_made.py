@@ -26,10 +26,10 @@ from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.evidence import carried, transition_stats
 from oobleck.master.state.job import Job
 from oobleck.planner.recovery.answer import Answer
+from oobleck.planner.recovery.chooser import CHANGE_S
 from oobleck.planner.recovery.course import MOVING
 from oobleck.planner.recovery.reconfigure import can_lose
 from oobleck.planner.recovery.rules import Next
-from oobleck.planner.recovery.worth import CHANGE_S
 
 #: Copying fewer bytes takes no noticeable time.
 _WORTH_SAYING_BYTES = 1_000_000

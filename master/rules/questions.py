@@ -27,6 +27,8 @@ from oobleck.master.state.incident import describe_exit, last_words
 from oobleck.master.state.job import NO_GENERATION, Job
 from oobleck.master.state.node import Node
 from oobleck.planner.profile.measurement import check_measured, profile_key
+from oobleck.planner.recovery.answer import Exposure
+from oobleck.planner.recovery.outlook import SALVAGE, Outlook, best_interval_s
 
 OTHER_DATA = "its data differ from those of the job's other nodes (same paths, other content)"
 #: Longest quarantine, seconds.
@@ -35,6 +37,63 @@ LONGEST_QUARANTINE_S = 3600.0
 _MOST_STILLBORN = 3
 #: Most doublings of the interval between two rendezvous.
 _MOST_DOUBLINGS = 20
+
+
+# ---- Expectations
+
+
+#: Least share of losses that are taken to need a checkpoint: workers survive most, never all.
+_LEAST_SHARE = 0.01
+#: Seconds of a save where none is known, and limits of the time between two.
+_UNKNOWN_SAVE_S = 5.0
+_LEAST_INTERVAL_S, _MOST_INTERVAL_S = 60.0, 2 * 3600.0
+#: Least time between two saves, in saves.
+_LEAST_SAVES = 4
+
+
+def outlook(context: Context, job: Job) -> Outlook:
+    """Return what is expected of the time after a plan for the job that is made now."""
+    steps, saved, unix = job.seen.steps, job.saves.checkpoint, job.seen.unix(context.now)
+    losses = context.state.losses_until(unix)
+    done = max(steps.committed_step, steps.furthest_step)
+    last = steps.recent[-1] if steps.recent else None
+    progress = 0.0
+    if last is not None and last.step_seconds > 0:
+        progress = min(1.0, max(0.0, (unix - last.time) / last.step_seconds))
+    return Outlook(
+        per_node_s=losses.per_node_s(job.spec.recovery.mtbf_s),
+        sizes=losses.sizes,
+        left_steps=max(1.0, job.spec.training.steps - done),
+        behind_steps=max(0, done - (saved.step if saved is not None else 0)),
+        every_steps=_steps_between_saves(context, job),
+        kept=SALVAGE * progress,
+        transfers=job.lineage.transfers,
+    )
+
+
+def save_interval_s(context: Context, job: Job) -> float:
+    """Return the best seconds between two checkpoints of a job with a plan."""
+    assert job.current.made is not None, "asked of a job with a plan"
+    losses = context.state.losses_until(job.seen.unix(context.now))
+    exposure = Exposure.of(job.current.made.plan)
+    nodes = max(1, len(job.current.members))
+    wait_s = 1 / (losses.per_node_s(job.spec.recovery.mtbf_s) * nodes)
+    between_s = wait_s / max(exposure.share(losses.sizes), _LEAST_SHARE)
+    saved = job.saves.checkpoint
+    save_s = saved.seconds if saved is not None else _UNKNOWN_SAVE_S
+    least_s = max(_LEAST_INTERVAL_S, _LEAST_SAVES * save_s)
+    return min(max(best_interval_s(save_s, between_s), least_s), _MOST_INTERVAL_S)
+
+
+def _steps_between_saves(context: Context, job: Job) -> float:
+    spec = job.spec.checkpoint
+    if spec is None:
+        return math.inf
+    if spec.every != "auto":
+        return spec.every
+    recent = job.seen.steps.recent
+    step_s = recent[-1].step_seconds if recent else 0.0
+    return max(1.0, save_interval_s(context, job) / step_s) if step_s else 1.0
 
 
 # ---- Holders of state

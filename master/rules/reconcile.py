@@ -147,6 +147,7 @@ _RULES: tuple[Rule, ...] = (
     _of_job(jobs.give_way),
     # Lack of progress says least about the fault, so it is last of all evidence.
     _of_plan(stalls.rouse),
+    _of_plan(jobs.save_in_time),
     # Slow workers are known before voluntary plans are made.
     _of_plan(pace.watch),
     # Changes at a step boundary follow urgent ones. Leaving nodes precede new ones, so that one

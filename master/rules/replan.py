@@ -89,6 +89,8 @@ def replan(context: Context, job: Job) -> Decision | None:
         return patience
     if lost is not None:
         reason += f"; {lost}, so that all {_way_back(job)}"
+    elif answer.policy == course.MORPH:
+        reason += f"; all {_way_back(job)}"
     if coming:
         reason += f"; a process is being started on {names(coming)}"
     if missing:
@@ -107,7 +109,7 @@ def replan(context: Context, job: Job) -> Decision | None:
         cause=cause,
         rule=found.rule,
         reason=reason,
-        restore=lost is not None,
+        restore=lost is not None or answer.policy == course.MORPH,
         policy=answer.policy,
         then=answer.then or "",
         passes_over=job.unentered,

@@ -24,6 +24,7 @@ from oobleck.host.versions import Differences, differences
 from oobleck.master.state.job import ENDED, MOST_GENERATION, Job
 from oobleck.master.state.node import Build, Node
 from oobleck.master.state.trust import Trust
+from oobleck.planner.recovery.outlook import Losses
 from oobleck.proto.assignments import MOST_TERM
 from oobleck.proto.types import Assignment, Head
 
@@ -162,6 +163,8 @@ class ClusterState:
     )
     #: Credentials with which agents and operators may call this master.
     trust: Trust = field(default_factory=Trust)
+    #: Losses and returns of nodes, by the calendar.
+    losses: Losses = field(default_factory=Losses)
     #: History of the journal that the state follows from.
     history: History = field(default_factory=History)
     #: The newest term began in this master's life, and is not the first of its history.
@@ -170,6 +173,12 @@ class ClusterState:
     behind: tuple[int, NodeName] | None = None
     #: Head that agents follow instead of this one, and the last node that said so.
     superseded: tuple[Head, NodeName] | None = None
+
+    def losses_until(self, unix: float) -> Losses:
+        """Return the losses up to that time of the calendar."""
+        losses = msgspec.structs.replace(self.losses)
+        losses.pass_time(unix, sum(node.registered for node in self.nodes.values()))
+        return losses
 
     @property
     def head(self) -> Head | None:

@@ -157,17 +157,13 @@ def _stall_s(job: Job, now: float) -> float | None:
     if first is not None:
         at = first.time
     elif seen.steps.redone is not None and seen.steps.redone[0] == generation:
-        at = _unix(job, now)  # a step that is done again has no second record
+        at = job.seen.unix(now)  # a step that is done again has no second record
     else:
         return None
     if not before:
         return None
     usual_s = median(record.step_seconds for record in before)
     return max(0.0, at - before[-1].time - usual_s)
-
-
-def _unix(job: Job, now: float) -> float:
-    return job.seen.since_unix + (now - job.seen.since)
 
 
 def _observed_stats(job: Job, now: float, detect_s: float) -> ReconfigurationStats:
@@ -178,7 +174,7 @@ def _observed_stats(job: Job, now: float, detect_s: float) -> ReconfigurationSta
     # Another master process made the plan, and only the calendar spans both.
     first = next(
         (r.time for r in job.seen.steps.recent if r.generation >= job.current.generation),
-        _unix(job, now),
+        job.seen.unix(now),
     )
     phases: dict[str, float] = dict.fromkeys(PHASES, 0.0)
     phases["detect"], phases["waiting"] = detect_s, job.current.waited_s

@@ -74,6 +74,8 @@ class Saves:
     #: Number of the newest request, and of the newest answered one.
     requested: int = 0
     answered: int = 0
+    #: Unix time of the newest request; 0: there is none.
+    requested_at: float = 0.0
     #: Number of each of the last requests, by its id; none above `requested`.
     numbers: dict[str, int] = field(default_factory=dict)
     #: Newest checkpoint; None: none.
@@ -143,6 +145,8 @@ class Lineage:
     most_nodes: int = 0
     #: Number of plans after the first.
     reconfigurations: int = 0
+    #: Factor on the expected times of transfers (`oobleck.planner.recovery.outlook.corrected`).
+    transfers: float = 1.0
     #: Versions that differ among nodes of any plan, as far as reported.
     mixed: tuple[str, ...] = ()
 

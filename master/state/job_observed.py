@@ -215,6 +215,8 @@ class JobSeen:
     #: Start of this master's life, or of the job; and the Unix time of the former.
     since: float = 0.0
     since_unix: float = 0.0
+    #: Unix time less this process's clock.
+    clock: float = 0.0
     #: This master found the job in its journal and has made no plan of it. Agents may have a newer
     #: one than the journal.
     inherited: bool = False
@@ -247,6 +249,10 @@ class JobSeen:
     profiling: ProfilingSeen = field(default_factory=ProfilingSeen)
     faults: FaultsSeen = field(default_factory=FaultsSeen)
     pace: PaceSeen = field(default_factory=PaceSeen)
+
+    def unix(self, now: float) -> float:
+        """Return the Unix time at `now` by this process's clock."""
+        return self.clock + now
 
     @property
     def waits_since(self) -> float:

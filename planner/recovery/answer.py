@@ -3,8 +3,9 @@
 Must not know any policy.
 """
 
+import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -13,14 +14,16 @@ from oobleck.core.plan import Plan
 from oobleck.core.profile import Profile
 from oobleck.core.ties import Ties
 from oobleck.planner.cost.estimate import Replays
+from oobleck.planner.programs.compiler.schedule import splits_backward
+from oobleck.planner.programs.listing.schedule import listed_routes
 from oobleck.planner.recovery.reconfigure import Reconfiguration, Templates
 from oobleck.planner.recovery.rules import Next
 from oobleck.planner.recovery.uneven.candidates import Situation
-from oobleck.planner.search.choose import Costed
+from oobleck.planner.search.choose import TIE, Costed
 from oobleck.planner.search.demand import Costs
 from oobleck.planner.search.instantiate import Judge, by_formula
 
-Policy = Literal["templates", "reroute", "uneven", "shadow", "normalise"]
+Policy = Literal["templates", "reroute", "uneven", "shadow", "normalise", "morph"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,11 +53,58 @@ class Change:
     replays: Replays | None = None
     #: Rates of workers slower than profiled; those of workers that are not live are ignored.
     rates: Mapping[WorkerId, float] = field(default_factory=dict)
+    #: Makes the first plan for these nodes; None: no such plan is a candidate.
+    first: Callable[[Sequence[NodeName], Generation], Plan] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exposure:
+    """Sets of nodes whose loss at once would take the last holders of a layer, by their size."""
+
+    nodes: int
+    sets: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(cls, plan: Plan, live: Iterable[NodeName] | None = None) -> "Exposure":
+        """Return the exposure of what the plan's nodes hold; `live`: the nodes that are left."""
+        left = None if live is None else frozenset(live)
+        nodes = [own if left is None else own & left for own in plan.layer_nodes()]
+        counts: dict[int, int] = {}
+        for own in set(map(frozenset, nodes)):
+            counts[len(own)] = counts.get(len(own), 0) + 1
+        return cls(nodes=len(frozenset().union(*nodes)), sets=tuple(sorted(counts.items())))
+
+    @property
+    def can_lose(self) -> int:
+        """Nodes that can be lost at a time, whichever they are."""
+        return self.sets[0][0] - 1
+
+    def share(self, sizes: Sequence[tuple[int, float]]) -> float:
+        """Return the share of events that take the last holders, by the sizes of events. An upper
+        bound where sets overlap."""
+        share = 0.0
+        for taken, part in sizes:
+            taken = min(taken, self.nodes)
+            whole = math.comb(self.nodes, taken)
+            hit = sum(
+                number * math.comb(self.nodes - size, taken - size)
+                for size, number in self.sets
+                if size <= taken
+            )
+            share += part * min(1.0, hit / whole)
+        return share
+
+
+def splitting_weight(plan: Plan) -> float:
+    """Return the factor for splitting the backward, a cost that profiles lack. A first plan's
+    schedule has to gain as much."""
+    listed = listed_routes(plan) and (plan.listing is None or plan.listing.split)
+    return 1 + TIE if listed or splits_backward(plan.schedule) else 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerUp:
-    """Best answer that was not taken, and the steps expected of it until the next loss."""
+    """Best answer that was not taken, and its value."""
 
     policy: str
     rule: str
@@ -72,6 +122,10 @@ class Answer:
     moved_bytes: int
     stall_s: float
     step_s: float
+    #: Factor on the step time for splitting backwards, whose cost profiles lack.
+    weight: float
+    #: What is held under its plan.
+    exposure: Exposure
     #: Follow-up at a later step boundary.
     then: Next | None = None
     #: Moved bytes that are expected to be copied at the switch, where the plan is for a step
@@ -79,7 +133,11 @@ class Answer:
     outrun_bytes: int = 0
     #: Time for that.
     outrun_s: float = 0.0
-    #: Steps that are expected to be committed until the next loss; None: nothing was compared.
+    #: True for the shape of a first plan on the live nodes.
+    anew: bool = False
+    #: True if it undoes the changes for slow workers, none of which is slow any more.
+    undoes: bool = False
+    #: Steps that are expected to be committed until the next event; None: nothing was chosen.
     value: float | None = None
     runner_up: RunnerUp | None = None
 
@@ -116,6 +174,8 @@ def answer(
         moved_bytes=moved_bytes,
         stall_s=busiest_bytes / rate,
         step_s=step_s,
+        weight=splitting_weight(found.plan),
+        exposure=Exposure.of(found.plan),
         then=then,
         outrun_bytes=outrun,
         outrun_s=outrun / rate,

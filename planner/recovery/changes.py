@@ -82,10 +82,11 @@ def told(slots: tuple[Slot, ...], plan: Plan, alive: frozenset[NodeName]) -> Cha
     new = _listed(sorted((slot.size for slot in slots), reverse=True))
     idle = len(alive) - sum(slot.size for slot in slots)
     spare = f"; no combination of templates has a use for {idle} of the nodes" if idle else ""
+    what = " and ".join(changes) or "the best shape"
     return Change(
         slots=slots,
         rule="join" if alive - before else "reshape",
-        reason=f"{' and '.join(changes)}: templates {old} -> templates {new}{spare}",
+        reason=f"{what}: templates {old} -> templates {new}{spare}",
     )
 
 

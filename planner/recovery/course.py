@@ -15,8 +15,8 @@ from oobleck.core.plan import Plan
 from oobleck.planner.recovery.rules import OF_OTHER_NODES, Next
 
 #: Policy of the wanted plan. `unforced`: templates, unless staying is better. `plain`: templates
-#: alone, where another policy failed.
-PlanWanted = RecoveryPolicy | Literal["shadow", "normalise", "unforced", "plain"]
+#: alone, where another policy failed. `anew`: the shape of a first plan, if that is worth it.
+PlanWanted = RecoveryPolicy | Literal["shadow", "normalise", "anew", "unforced", "plain"]
 #: Moves state to where it is best before the next step; answers any change of the nodes.
 MOVING: RecoveryPolicy = "templates"
 #: Moves state likewise where nothing forces a change: nodes have joined, or the running plan is
@@ -27,10 +27,10 @@ AROUND_SLOW: RecoveryPolicy = "uneven"
 #: Answers where another policy failed by an internal error.
 PLAIN: PlanWanted = "plain"
 #: Changes that are never forced.
-VOLUNTARY: frozenset[PlanWanted] = frozenset({AROUND_SLOW, UNFORCED, "shadow", "normalise"})
+VOLUNTARY: frozenset[PlanWanted] = frozenset({AROUND_SLOW, UNFORCED, "shadow", "normalise", "anew"})
 
-#: Policy of records about a return to a checkpoint, whose state lets any plan be made.
-MORPH = "morph"
+#: Policy of a return to a checkpoint, whose state lets any plan be made.
+MORPH: RecoveryPolicy = "morph"
 
 _KEEPING = "reroute"
 _ADDS_HOLDERS = "shadow"
@@ -65,7 +65,7 @@ def adds_holders(policy: str) -> bool:
 def is_base(policy: str, rule: str) -> bool:
     """Return whether later plans start from the pipelines of a plan made by `rule` of `policy`,
     rather than from those of an earlier plan."""
-    return policy == MOVING or rule in {"recut", *OF_OTHER_NODES}
+    return policy in (MOVING, MORPH) or rule in {"recut", *OF_OTHER_NODES}
 
 
 def takes_back(rule: str) -> bool:

@@ -6,6 +6,7 @@ and more workers share each (*normalising*: Gandhi et al., ReCycle, SOSP 2024). 
 the move. Must not know how state moves, nor which moves exist.
 """
 
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -14,19 +15,20 @@ from oobleck.core.plan import Plan
 from oobleck.core.routes import Hold, Route
 from oobleck.core.units import comma_separated
 from oobleck.planner.recovery.answer import Answer, Change, answer, idle, situation
+from oobleck.planner.recovery.chooser import LEAST_GAIN
 from oobleck.planner.recovery.moves import Moves, Ticks, most_load
 from oobleck.planner.recovery.reconfigure import Reconfiguration
 from oobleck.planner.recovery.rules import Next
 from oobleck.planner.recovery.uneven.candidates import hop_ticks, scheduled, staying_s
-from oobleck.planner.recovery.worth import LEAST_GAIN, shadows_behind, worth_a_change
+from oobleck.planner.recovery.worth import shadows_behind, worth_choosing
 
 #: Number of moves, by least load, that get a schedule.
 MOST_SCHEDULED = 3
 
 
-def normalised(change: Change) -> Answer:
-    """Answer with the running plan and its best move. Raises PlanInfeasible where none is
-    worth it.
+def normalised(change: Change) -> Sequence[Answer]:
+    """Return answers with the running plan and a move that shortens its step. Raises PlanInfeasible
+    where none is worth it.
     """
     now = situation(change)
     before_s = staying_s(now)
@@ -39,10 +41,14 @@ def normalised(change: Change) -> Answer:
             offers.append(_answer(change, routed, step_s, move.taken))
     if not offers:
         raise PlanInfeasible("no worker can take over a lost worker's layers in place of its own")
-    best = worth_a_change(offers, change.plan, before_s)
-    plan = best.found.plan
-    further: Next | None = "normalise" if promising(change, plan) else None
-    return replace(best, then=further or shadows_behind(plan, change))
+    return [
+        replace(offer, then=_follow_up(change, offer.found.plan))
+        for offer in worth_choosing(offers, change.plan, before_s)
+    ]
+
+
+def _follow_up(change: Change, plan: Plan) -> Next | None:
+    return "normalise" if promising(change, plan) else shadows_behind(plan, change)
 
 
 def promising(change: Change, plan: Plan) -> bool:

@@ -5,13 +5,13 @@ that stay whole are no part of it. Places of the same template position are alik
 that hold the same layers, so gains are computed by kinds.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from oobleck.core.ids import Generation, NodeName
+from oobleck.core.ids import Generation, NodeName, WorkerId
 from oobleck.core.plan import Pipeline, PipelineTemplate, Plan, place
 
 Templates = Mapping[int, PipelineTemplate]
@@ -121,6 +121,38 @@ def seat(
         moved_bytes=round(moved.sum()),
         busiest_bytes=round(moved.max(initial=0.0)),
     )
+
+
+def reseated(
+    wanted: Plan, plan: Plan, state_bytes: Sequence[int], *, live: Sequence[NodeName]
+) -> Plan:
+    """Return the `wanted` plan with its places given to `live` nodes, as many as it has or more, so
+    that the fewest bytes move from what they hold under `plan`."""
+    kinds, held = _plan_kinds(wanted), _plan_kinds(plan)
+    pool = sorted(live)
+    rows, places = _numbered([kinds[name] for name in wanted.nodes])
+    columns, holders = _numbered([held.get(node, ()) for node in pool])
+    kept = _kept_bytes(places, holders, state_bytes)[np.ix_(rows, columns)]
+    chosen_rows, chosen = _assigned(kept)
+    nodes = {
+        wanted.nodes[row]: pool[column]
+        for row, column in zip(chosen_rows.tolist(), chosen.tolist(), strict=True)
+    }
+    return renamed(wanted, nodes)
+
+
+def renamed(plan: Plan, nodes: Mapping[NodeName, NodeName]) -> Plan:
+    """Return the plan, which has no rates or listing, on other nodes."""
+
+    def moved(workers: Iterable[WorkerId]) -> tuple[WorkerId, ...]:
+        return tuple(WorkerId(nodes[worker.node], worker.slot) for worker in workers)
+
+    routes = tuple(
+        replace(route, hops=tuple(replace(hop, workers=moved(hop.workers)) for hop in route.hops))
+        for route in plan.routes
+    )
+    holds = tuple(replace(one, workers=moved(one.workers)) for one in plan.holds)
+    return replace(plan, holds=holds, routes=routes)
 
 
 def _assigned(gains: Matrix) -> tuple[NDArray[np.intp], NDArray[np.intp]]:

@@ -41,7 +41,8 @@ Rule = Literal[
     "take back",
 ]
 #: Follow-up of an answer at a step boundary; for `shadow` see `oobleck.planner.recovery.worth`.
-Next = Literal["templates", "shadow", "normalise"]
+#: `anew`: the shape of a first plan.
+Next = Literal["templates", "shadow", "normalise", "anew"]
 #: Rules that make a plan of templates for fewer or more nodes.
 OF_OTHER_NODES: frozenset[Rule] = frozenset({"stand by", "take back"})
 

@@ -4,7 +4,7 @@ The master, the simulator and `oobleck plan --lost` describe a change to the pla
 place. Must not know which request answers which event (`oobleck.planner.recovery.course`).
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -14,11 +14,19 @@ from oobleck.core.profile import Profile
 from oobleck.core.schedules import Schedule
 from oobleck.core.ties import Ties
 from oobleck.planner.recovery.answer import Answer, Change
+from oobleck.planner.recovery.chooser import Candidates
 from oobleck.planner.recovery.course import PlanWanted, base_behind
-from oobleck.planner.recovery.policies import answer, behind, unforced
-from oobleck.planner.recovery.uneven.answer import uneven
+from oobleck.planner.recovery.policies import (
+    around_slow,
+    behind,
+    for_change,
+    only,
+    reshaped,
+    unforced,
+)
 from oobleck.planner.recovery.worth import by_templates
 from oobleck.planner.search.catalogue import Catalogue, Offer
+from oobleck.planner.search.firstplan import make_first_plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,22 +71,46 @@ class Terms:
             equals=offer.equals,
             replays=offer.replays,
             rates={} if rates is None else rates,
+            first=partial(self._first, catalogue, plan.microbatches),
         )
 
+    def _first(
+        self,
+        catalogue: Catalogue,
+        microbatches: int,
+        nodes: Sequence[NodeName],
+        generation: Generation,
+    ) -> Plan:
+        """Make the first plan for the nodes. Raises PlanInfeasible."""
+        pipelines = min(self.fault_tolerance + 1, len(nodes) // self.sizes.start, microbatches)
+        return make_first_plan(
+            catalogue,
+            self.sizes,
+            nodes,
+            profile=self.profile,
+            microbatches=microbatches,
+            min_pipelines=pipelines,
+            generation=generation,
+            wanted=self.schedule,
+        ).plan
 
-def ask(change: Change, wanted: PlanWanted) -> Answer:
-    """Return the `wanted` plan for the change. Raises PlanInfeasible."""
+
+def ask(change: Change, wanted: PlanWanted) -> Candidates:
+    """Return the candidates for the `wanted` plan. Raises PlanInfeasible."""
     match wanted:
         case "uneven":
-            return uneven(change)
+            return around_slow(change)
         case "shadow" | "normalise" as following:
             return behind(change, following)
         case "unforced":
             return unforced(change)
+        case "anew":
+            return reshaped(change)
         case "plain":
-            return by_templates(replace(change, shadows=False))
+            plain = replace(change, shadows=False)
+            return only(plain, by_templates(plain))
         case policy:
-            return answer(change, policy)
+            return for_change(change, policy)
 
 
 def after(change: Change, taken: Answer) -> Change:

@@ -16,84 +16,55 @@ from oobleck.core.units import comma_separated, count
 from oobleck.planner.cost.estimate import Replays, estimate_step
 from oobleck.planner.cost.listed import estimate_listed, with_listing
 from oobleck.planner.programs.compiler.proof import prove
-from oobleck.planner.programs.compiler.schedule import splits_backward
 from oobleck.planner.programs.listing.schedule import listed_routes
-from oobleck.planner.recovery.answer import Answer, Change, answer, idle, moves, situation
-from oobleck.planner.recovery.reconfigure import HORIZON_S, Reconfiguration, can_lose, reconfigure
+from oobleck.planner.recovery.answer import (
+    Answer,
+    Change,
+    answer,
+    idle,
+    situation,
+    splitting_weight,
+)
+from oobleck.planner.recovery.changes import told
+from oobleck.planner.recovery.chooser import LEAST_GAIN, weighed_s
+from oobleck.planner.recovery.placement import Slot, reseated
+from oobleck.planner.recovery.reconfigure import Reconfiguration, can_lose, reconfigure
 from oobleck.planner.recovery.reroute import reroute
 from oobleck.planner.recovery.rules import Next
 from oobleck.planner.recovery.uneven.candidates import MOST_VISITS, hop_ticks, scheduled
 from oobleck.planner.recovery.uneven.cuts import reshared
-from oobleck.planner.search.choose import TIE, choose_among, keep_schedule, settled
+from oobleck.planner.search.choose import choose_among, keep_schedule, settled
 from oobleck.planner.search.shadows import with_shadows
 from oobleck.planner.search.shares import share_batch
 
-#: Seconds of a change of generation beside moving state.
-CHANGE_S = 0.5
-#: Least share of a step's time that a change must save: estimates are not more exact.
-LEAST_GAIN = 0.03
-#: Least ratio of the time saved until the expected next loss to the cost of a change.
-_LEAST_RETURN = 2.0
-#: Least share of steps until the next expected loss that another cut of equal T must gain.
+#: Least share of a step that another cut of equal T must gain.
 _LEAST_RECUT = 0.01
+#: Most offers that are left to choose from: each is proven, which takes time.
+_MOST_OFFERS = 3
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prospect:
-    """Candidate to replace the running plan."""
-
-    step_s: float
-    stall_s: float
-    #: Factor on the step time for splitting backwards, whose cost profiles lack.
-    weight: float = 1.0
-
-    @property
-    def until_next_loss(self) -> float:
-        """Steps until the expected next loss."""
-        step_s = self.step_s * self.weight
-        return (HORIZON_S - self.stall_s - CHANGE_S) / step_s if step_s else 0.0
-
-    def why_not(self, staying_s: float) -> str:
-        """Return why staying, at so many seconds a step, is better; empty if it is not."""
-        step_s = self.step_s * self.weight
-        if step_s > staying_s * (1 - LEAST_GAIN):
-            told = f"a step would take {self.step_s:.4g} s in place of {staying_s:.4g} s"
-            return told if self.weight <= 1 else f"{told}, with backwards split"
-        saved_s = HORIZON_S * (1 - step_s / staying_s) if staying_s else 0.0
-        cost_s = self.stall_s + CHANGE_S
-        if saved_s < _LEAST_RETURN * cost_s:
-            return (
-                f"it would save {saved_s:.3g} s until the next loss is expected and cost "
-                f"{cost_s:.3g} s"
-            )
-        return ""
-
-
-def splitting_weight(plan: Plan) -> float:
-    """Return the factor for splitting the backward, a cost that profiles lack. A first plan's
-    schedule has to gain as much."""
-    listed = listed_routes(plan) and (plan.listing is None or plan.listing.split)
-    return 1 + TIE if listed or splits_backward(plan.schedule) else 1.0
-
-
-def worth_a_change(offers: Sequence[Answer], running: Plan, staying_s: float) -> Answer:
-    """Return the best of `offers` (not empty) that is worth it, proven free of deadlock. Raises
-    PlanInfeasible where staying, at so many seconds a step, is better than each."""
+def worth_choosing(offers: Sequence[Answer], running: Plan, staying_s: float) -> Sequence[Answer]:
+    """Return the offers that are worth a change from `running`, at so many seconds a step, by step
+    time alone: the fastest, and others that move less. List-scheduled ones are proven free of
+    deadlock. Raises PlanInfeasible where none is worth it."""
     now = splitting_weight(running)
-
-    def prospect(offer: Answer) -> Prospect:
-        # No gain is known for no longer splitting.
-        weight = max(1.0, splitting_weight(offer.found.plan) / now)
-        return Prospect(step_s=offer.step_s, stall_s=offer.stall_s, weight=weight)
-
-    by_steps = sorted(offers, key=lambda offer: -prospect(offer).until_next_loss)
-    problems = [prospect(offer).why_not(staying_s) for offer in by_steps]
-    if all(problems):
-        raise PlanInfeasible(f"{problems[0]}: not worth a change")
-    best = by_steps[problems.index("")]
-    if listed_routes(best.found.plan):
-        prove(best.found.plan)
-    return best
+    # No gain is known for no longer splitting.
+    equal = [replace(offer, weight=max(offer.weight, now)) for offer in offers]
+    by_step = sorted(equal, key=weighed_s)
+    most_s = staying_s * now * (1 - LEAST_GAIN)
+    found: list[Answer] = []
+    for offer in by_step:
+        fewer = not found or offer.stall_s < min(each.stall_s for each in found)
+        if weighed_s(offer) <= most_s and fewer and len(found) < _MOST_OFFERS:
+            found.append(offer)
+    if not found:
+        told = f"a step would take {by_step[0].step_s:.4g} s in place of {staying_s:.4g} s"
+        split = by_step[0].weight > now
+        raise PlanInfeasible(f"{told}{', with backwards split' * split}: not worth a change")
+    for offer in found:
+        if listed_routes(offer.found.plan):
+            prove(offer.found.plan)
+    return found
 
 
 # ---- Shadows after an answer: plans in which more nodes hold each layer.
@@ -116,11 +87,14 @@ def shadows_behind(plan: Plan, change: Change) -> Next | None:
     return None if found is plan else "shadow"
 
 
+def with_following(plan: Plan, change: Change) -> Plan:
+    """Return `plan` with the shadows that follow it."""
+    return _more_shadows(plan, change, change.fault_tolerance) if change.shadows else plan
+
+
 def can_lose_behind(plan: Plan, change: Change) -> int:
     """Return how many nodes can be lost once `plan` has the shadows that follow it."""
-    if not change.shadows:
-        return can_lose(plan)
-    return can_lose(_more_shadows(plan, change, change.fault_tolerance))
+    return can_lose(with_following(plan, change))
 
 
 def shadowed(change: Change) -> Answer:
@@ -197,48 +171,91 @@ def _listed_anew(found: Plan, change: Change) -> Plan | None:
 
 
 def by_templates(change: Change) -> Answer:
-    """Answer with a plan of templates for the live nodes. Raises PlanInfeasible."""
-    profile = change.profile
-    replays = change.replays or Replays(profile, tied=change.tied)
+    """Answer with the plan of templates for the live nodes that is best for a usual time. Raises
+    PlanInfeasible."""
+    return ways_by_templates(change)[0]
+
+
+def ways_by_templates(change: Change) -> Sequence[Answer]:
+    """Return plans of templates for the live nodes, the best for a usual time first. Raises
+    PlanInfeasible."""
+    replays = change.replays or Replays(change.profile, tied=change.tied)
     base, why = _base_for_rates(change)
     found = reconfigure(
         base,
         change.live,
         templates=change.templates,
-        profile=profile,
+        profile=change.profile,
         fault_tolerance=change.fault_tolerance,
         generation=change.generation,
         judge=change.judge,
         costs=change.costs,
     )
+    return [
+        way
+        for each in found
+        for way in _settled(replace(each, reason=each.reason + why), change, replays)
+    ]
+
+
+def anew(change: Change) -> Answer:
+    """Answer with the shape of a first plan on the live nodes, placed so that few bytes move.
+    Raises PlanInfeasible."""
+    if change.first is None or change.rates or change.base.rates:
+        raise PlanInfeasible("no first plan is made here")
+    plan = reseated(
+        change.first(change.live, change.generation),
+        change.plan,
+        [layer.travelling_bytes for layer in change.profile.layers],
+        live=change.live,
+    )
+    slots = [Slot(size=len(each.nodes), kept=None, origin=None) for each in plan.pipelines]
+    made = told(tuple(slots), change.base, frozenset(change.live))
+    found = Reconfiguration(plan=plan, rule=made.rule, reason=made.reason, idle=idle(change, plan))
+    replays = change.replays or Replays(change.profile, tied=change.tied)
+    (settled,) = _settled(found, change, replays, recut=False)
+    return replace(settled, anew=True)
+
+
+def _settled(
+    found: Reconfiguration, change: Change, replays: Replays, *, recut: bool = True
+) -> Sequence[Answer]:
+    """Return the answers with the plan under its schedule, with the shadows that move no state:
+    under its best cuts, and as it is, which may move less."""
     plan = found.plan.with_rates(change.rates)
     if plan.rates or change.base.rates:
-        plan = reshared(plan, profile)
+        plan = reshared(plan, change.profile)
+    plans = [plan]
     if change.schedule_named:
-        plan = keep_schedule(plan, profile)
-    else:
-        plan = _best_of_equals(plan, change, replays)
-    if change.shadows:
-        # State that moves for shadows must not delay the next step.
-        plan = with_shadows(
-            plan,
-            profile,
-            fault_tolerance=change.fault_tolerance,
-            held=change.plan.shards,
-            moving=False,
+        plans = [keep_schedule(plan, change.profile)]
+    elif recut:
+        plans = _best_of_equals(plan, change, replays)
+    answers = []
+    for plan in plans:
+        if change.shadows:
+            # State that moves for shadows must not delay the next step.
+            plan = with_shadows(
+                plan,
+                change.profile,
+                fault_tolerance=change.fault_tolerance,
+                held=change.plan.shards,
+                moving=False,
+            )
+        plan = settled(plan, change.profile)
+        answers.append(
+            answer(
+                "templates",
+                replace(found, plan=plan),
+                replays.estimates([plan], [plan.schedule])[0][plan.schedule].step_s,
+                change,
+                then=shadows_behind(plan, change),
+            )
         )
-    plan = settled(plan, profile)
-    return answer(
-        "templates",
-        replace(found, plan=plan, reason=found.reason + why),
-        replays.estimates([plan], [plan.schedule])[0][plan.schedule].step_s,
-        change,
-        then=shadows_behind(plan, change),
-    )
+    return answers
 
 
-def _best_of_equals(plan: Plan, change: Change, replays: Replays) -> Plan:
-    """Return the plan under its best schedule.
+def _best_of_equals(plan: Plan, change: Change, replays: Replays) -> list[Plan]:
+    """Return the plan under its best schedule, behind the one with the best cuts if that is faster.
 
     Cuts of equal T leave unlike room for what a schedule keeps. So where a faster schedule does not
     fit, the other cuts are tried for each size of the new pipelines.
@@ -254,7 +271,7 @@ def _best_of_equals(plan: Plan, change: Change, replays: Replays) -> Plan:
     sizes = [len(pipeline.nodes) for pipeline in plan.pipelines]
     known = change.costs or {}
     if fits_best or plan.rates or not known.keys() >= {*sizes}:
-        return first
+        return [first]
     kept = frozenset(change.base.pipelines)
     new = {n for n, pipeline in zip(sizes, plan.pipelines, strict=True) if pipeline not in kept}
     plans = []
@@ -269,20 +286,13 @@ def _best_of_equals(plan: Plan, change: Change, replays: Replays) -> Plan:
                 for n, share, pipeline in zip(sizes, shares, plan.pipelines, strict=True)
             ]
             plans.append(Plan.of_pipelines(recut, generation=plan.generation))
-    found = [(_seconds_a_step(first, choice.step_s, change), first)]
+    found = [(choice.step_s * splitting_weight(first), first)]
     for each, estimates in zip(plans, replays.estimates(plans, SCHEDULES), strict=True):
         choice = choose_among(estimates, change.profile, None)
         scheduled = replace(each, schedule=choice.schedule)
-        found.append((_seconds_a_step(scheduled, choice.step_s, change), scheduled))
+        found.append((choice.step_s * splitting_weight(scheduled), scheduled))
     least_s, best = min(found, key=lambda one: one[0])
-    return best if least_s < found[0][0] * (1 - _LEAST_RECUT) else first
-
-
-def _seconds_a_step(plan: Plan, step_s: float, change: Change) -> float:
-    """Return the seconds until the next expected loss for each step that is committed by then."""
-    _, busiest_bytes = moves(change, plan)
-    stall_s = busiest_bytes / change.profile.links.inter_node_bytes_per_s
-    return step_s * splitting_weight(plan) * HORIZON_S / max(1.0, HORIZON_S - stall_s)
+    return [best, first] if least_s < found[0][0] * (1 - _LEAST_RECUT) else [first]
 
 
 def _base_for_rates(change: Change) -> tuple[Plan, str]:
@@ -324,13 +334,6 @@ def by_reroute(change: Change) -> Answer:
         idle=idle(change, change.plan),
     )
     return answer("reroute", found, step_s, change, then=shadows_behind(routed, change))
-
-
-def routed_at_least(change: Change) -> tuple[Plan, float]:
-    """Return the running plan around lost nodes, not scheduled yet, and a time in seconds below
-    which no step of such a plan comes. Raises PlanInfeasible."""
-    best = min(_around(change), key=lambda one: one.least_s)
-    return best.plan, best.least_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

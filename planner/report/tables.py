@@ -13,12 +13,14 @@ from oobleck.core.errors import PlanInfeasible
 from oobleck.core.ids import NodeName, WorkerId
 from oobleck.core.job.spec import RecoveryPolicy
 from oobleck.planner.recovery.answer import Answer, Change
+from oobleck.planner.recovery.chooser import choose
 from oobleck.planner.recovery.course import behind_answer
-from oobleck.planner.recovery.policies import Answers, answer, answers
+from oobleck.planner.recovery.outlook import Outlook
+from oobleck.planner.recovery.policies import Answers, answer, answers, around_slow
 from oobleck.planner.recovery.reconfigure import can_lose
 from oobleck.planner.recovery.rules import Next, Rule
 from oobleck.planner.recovery.terms import after, ask
-from oobleck.planner.recovery.uneven.answer import by_rates, uneven
+from oobleck.planner.recovery.uneven.answer import by_rates
 from oobleck.planner.report.shape import shape
 
 
@@ -82,7 +84,7 @@ def losses(asked: Change, policy: RecoveryPolicy, lost: int) -> Iterator[Loss]:
         change = replace(change, live=tuple(live))
         each = answers(change)
         try:
-            taken = answer(change, policy, each)
+            taken = answer(change, policy)
         except PlanInfeasible as infeasible:
             reason = str(infeasible)
             yield Loss(node=gone, live=change.live, taken=None, reason=reason, answers=each)
@@ -102,7 +104,7 @@ def _follow_ups(change: Change, then: Next | None) -> Iterator[FollowUp]:
     """Yield the follow-ups of a plan. `change`: of that plan, before any further loss."""
     while then is not None:
         try:
-            found = ask(change, behind_answer(then))
+            found = choose(ask(change, behind_answer(then)), Outlook())
         except PlanInfeasible as infeasible:
             yield FollowUp(wanted=then, found=infeasible)
             return
@@ -210,7 +212,7 @@ def slowness(change: Change, healthy_s: float) -> Slowness:
     staying_s, answers = by_rates(change)
     taken: Rule | None = None
     try:
-        found = uneven(change).found
+        found = choose(around_slow(change), Outlook()).found
         taken, reason = found.rule, found.reason
     except PlanInfeasible as infeasible:
         reason = str(infeasible)

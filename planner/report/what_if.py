@@ -76,7 +76,7 @@ def what_if(planning: Planning, lost: Collection[NodeName]) -> WhatIf:
     each = answers(change)
     taken: Answer | None = None
     try:
-        taken = answer(change, planning.policy, each)
+        taken = answer(change, planning.policy)
         reason = taken.found.reason
     except PlanInfeasible as infeasible:
         reason = str(infeasible)

@@ -10,6 +10,7 @@ from typing import Any
 from oobleck.core.errors import PlanInfeasible
 from oobleck.core.job.spec import RecoveryPolicy
 from oobleck.core.units import count
+from oobleck.planner.recovery.outlook import MTBF_S
 from oobleck.planner.report.account import Result, ticks
 from oobleck.planner.simulate.costs import Costs
 from oobleck.planner.simulate.replay import Setting, replay
@@ -60,6 +61,7 @@ def set_up(
     costs: Costs,
     until_s: float | None,
     spares: int = 0,
+    mtbf_s: float = MTBF_S,
 ) -> Setting:
     """Return the setting of replays, with `spares` of the nodes outside the job until it loses one.
     Raises PlanInfeasible where so many nodes have no plan, and ValueError, with the line, where the
@@ -89,6 +91,7 @@ def set_up(
         batch=shapes.microbatches * shapes.terms.profile.microbatch,
         nodes=nodes,
         most_nodes=nodes - spares if spares else None,
+        mtbf_s=mtbf_s,
     )
 
 

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 
+from oobleck.planner.recovery.outlook import SALVAGE
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
@@ -37,7 +39,7 @@ class Costs:
     #: Bytes per second of a node that receives or sends state; 0: the profile's links.
     bytes_per_s: float = 0.0
     #: Share of a broken step's work that the next plan need not do again.
-    salvage: float = 0.55
+    salvage: float = SALVAGE
     #: Seconds between two checkpoints; 0: there are none.
     checkpoint_every_s: float = 3600.0
     #: Standstill of a save and of a return.

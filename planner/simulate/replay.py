@@ -5,14 +5,19 @@ answer. Owns the order of what happens between events: phases of transitions, st
 joins, and waiting. Must not know how plans are made.
 """
 
+import math
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from oobleck.core.errors import PlanInfeasible
+from oobleck.core.ids import NodeName
 from oobleck.core.job.spec import RecoveryPolicy
 from oobleck.planner.recovery import course
 from oobleck.planner.recovery.course import PlanWanted
+from oobleck.planner.recovery.outlook import MTBF_S, Losses, Outlook
 from oobleck.planner.recovery.rules import Next
 from oobleck.planner.report.account import Account, Cause, Result, seconds, ticks
 from oobleck.planner.simulate.costs import Costs
@@ -54,6 +59,10 @@ class Setting:
     nodes: int
     #: Most nodes of the job; further live ones are its spares. None: all of them.
     most_nodes: int | None = None
+    #: Mean time between losses of one node that is expected before any is seen, seconds.
+    mtbf_s: float = MTBF_S
+    #: Steps of the job; None: it does not end.
+    steps: int | None = None
 
 
 class Replay:
@@ -67,6 +76,7 @@ class Replay:
         self._now = 0
         #: Live nodes in the order of their coming, with the time from which they can take part.
         self._live: dict[str, int] = {}
+        self._losses = Losses()
         self._rates: dict[str, float] = {}
         self._draining: set[str] = set()
         # The plan that workers hold: what is in each seat, and which of these are lost.
@@ -278,6 +288,8 @@ class Replay:
         self._looked, self._look_at = state, min(later, default=None)
         if leaving:
             wanted: PlanWanted = course.for_losses(self._policy)
+            if wanted == course.MORPH:  # nodes that leave in order hand their state over
+                wanted = course.MOVING
             if self._propose(wanted, leaving, self._fresh()):
                 return
         settle = ticks(self._costs.settle_s)
@@ -364,7 +376,22 @@ class Replay:
             self._swap(order)
             back = {other: to for to, other in enumerate(order)}
             gone = frozenset(back[seat] for seat in gone)
-        return self._shapes.ask(shape, gone, len(fresh), wanted, rates)
+        return self._shapes.ask(shape, gone, len(fresh), wanted, rates, self._outlook())
+
+    def _outlook(self) -> Outlook:
+        costs, losses = self._costs, msgspec.structs.replace(self._losses)
+        losses.pass_time(seconds(self._now), len(self._live))
+        every = costs.checkpoint_every_s / max(self._step_s, seconds(1))
+        steps = self._setting.steps
+        return Outlook(
+            per_node_s=losses.per_node_s(self._setting.mtbf_s),
+            sizes=losses.sizes,
+            left_steps=None if steps is None else max(1, steps - self.account.steps),
+            behind_steps=self.account.fresh_steps,
+            every_steps=every or math.inf,
+            back_s=costs.load_s,
+            kept=self._kept,
+        )
 
     def _slow(self, fresh: Sequence[str]) -> Rates:
         if not self._rates:
@@ -389,6 +416,7 @@ class Replay:
 
     def _apply(self, instant: Instant) -> None:
         self.account.events += instant.time_s > 0
+        self._count_losses(instant)
         hit = set[int]()
         lost = set[str]()
         for name in instant.removed:
@@ -426,6 +454,15 @@ class Replay:
             self._change_pace()
         self._looked = None
 
+    def _count_losses(self, instant: Instant) -> None:
+        """Count losses and returns, as the master does. Nodes that leave as announced fail not."""
+        self._losses.pass_time(instant.time_s, len(self._live))
+        for name in instant.removed:
+            if name not in self._draining:
+                self._losses.lose(NodeName(name), instant.time_s)
+        for name in instant.added:
+            self._losses.come(NodeName(name), instant.time_s)
+
     def _change_pace(self) -> None:
         """Go on at the workers' new rates, which are noticed later."""
         assert self._shape is not None, "there is a plan"
@@ -459,8 +496,12 @@ class Replay:
         if any(own <= gone for own in self._shape.holders) and not self._roll_back():
             return
         wanted: PlanWanted = course.for_losses(self._policy)
-        if moving or self._rolled_back or repaired:
+        if moving or repaired:
             wanted = course.MOVING
+        if self._policy == course.MORPH and self._costs.checkpoint_every_s:
+            self._roll_back()
+        if self._rolled_back:
+            wanted = course.MORPH
         more = sum(map(self._held_bytes, repaired))
         found, fresh = self._found_without_draining(wanted)
         if found is None:
@@ -592,7 +633,8 @@ class Replay:
         fresh = self._fresh()
         if self._shape is None:
             return self._shapes.first(len(fresh)), fresh
-        return self._ask(course.MOVING, (), fresh), fresh
+        wanted = course.MORPH if self._rolled_back else course.MOVING
+        return self._ask(wanted, (), fresh), fresh
 
     def _resume(self) -> None:
         if self._shape is None:

@@ -10,13 +10,17 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count as numbers
 from itertools import islice
+from typing import TypeVar
 
 from oobleck.core.errors import PlanInfeasible
 from oobleck.core.ids import Generation, NodeName, WorkerId
 from oobleck.core.plan import Pipeline, Plan, is_of_pipelines
 from oobleck.core.schedules import Schedule
 from oobleck.planner.recovery.answer import Answer, Change, situation
+from oobleck.planner.recovery.chooser import Candidates, choose
 from oobleck.planner.recovery.course import PlanWanted
+from oobleck.planner.recovery.outlook import Outlook
+from oobleck.planner.recovery.placement import renamed
 from oobleck.planner.recovery.reconfigure import can_lose
 from oobleck.planner.recovery.rules import Next
 from oobleck.planner.recovery.terms import Terms, after, ask
@@ -24,6 +28,7 @@ from oobleck.planner.recovery.uneven.candidates import staying_s
 from oobleck.planner.search.catalogue import Catalogue
 from oobleck.planner.search.firstplan import make_first_plan
 
+_Known = TypeVar("_Known")
 _FIRST, _SECOND = Generation(1), Generation(2)
 #: Least time of a step: a profile may say that layers take none.
 _LEAST_STEP_S = 1e-6
@@ -76,7 +81,7 @@ class Shapes:
         self._catalogue = Catalogue(tied=terms.tied)
         self._known: dict[object, Shape] = {}
         self._first: dict[tuple[int, int], Outcome | PlanInfeasible] = {}
-        self._asked: dict[object, Outcome | PlanInfeasible] = {}
+        self._asked: dict[object, _Asked | PlanInfeasible] = {}
         self._staying: dict[object, float] = {}
 
     def first(self, nodes: int, pipelines: int | None = None) -> Outcome:
@@ -98,16 +103,20 @@ class Shapes:
         fresh: int,
         wanted: PlanWanted,
         rates: Rates = (),
+        outlook: Outlook | None = None,
     ) -> Outcome:
-        """Return the `wanted` plan without the `gone` seats and with so many fresh nodes. Raises
-        PlanInfeasible."""
+        """Return the best `wanted` plan by the outlook, without the `gone` seats and with so many
+        fresh nodes. Raises PlanInfeasible."""
         key = id(shape), frozenset(gone), fresh, wanted, rates
         if key not in self._asked:
+            change, seat = self._change(shape, gone, fresh, rates)
             try:
-                self._asked[key] = self._answered(shape, gone, fresh, wanted, rates)
+                self._asked[key] = _Asked(change, seat, ask(change, wanted))
             except PlanInfeasible as infeasible:
                 self._asked[key] = infeasible
-        return _found(self._asked[key])
+        asked = _found(self._asked[key])
+        taken = choose(asked.candidates, outlook or Outlook())
+        return self._outcome(asked, taken)
 
     def staying_s(self, shape: Shape, rates: Rates) -> float:
         """Return the seconds of a step of the plan as it is, at these rates."""
@@ -143,24 +152,22 @@ class Shapes:
             rule="first",
         )
 
-    def _answered(
-        self, shape: Shape, gone: Collection[int], fresh: int, wanted: PlanWanted, rates: Rates
-    ) -> Outcome:
-        change, seat = self._change(shape, gone, fresh, rates)
-        found: Answer = ask(change, wanted)
-        following = after(change, found)
-        made, before = self._shape(following.plan, following.base)
-        return Outcome(
-            shape=made,
-            seats=tuple(seat[name] for name in before),
-            step_s=max(found.step_s, _LEAST_STEP_S),
-            stall_s=found.stall_s,
-            moved_bytes=found.moved_bytes,
-            outrun_bytes=found.outrun_bytes,
-            policy=found.policy,
-            rule=found.found.rule,
-            then=found.then,
-        )
+    def _outcome(self, asked: "_Asked", taken: Answer) -> Outcome:
+        key = id(taken.found)
+        if key not in asked.outcomes:
+            following = after(asked.change, taken)
+            made, before = self._shape(following.plan, following.base)
+            asked.outcomes[key] = Outcome(
+                shape=made,
+                seats=tuple(asked.seat[name] for name in before),
+                step_s=max(taken.step_s, _LEAST_STEP_S),
+                stall_s=taken.stall_s,
+                moved_bytes=taken.moved_bytes,
+                outrun_bytes=taken.outrun_bytes,
+                policy=taken.policy,
+                rule=taken.found.rule,
+            )
+        return replace(asked.outcomes[key], then=taken.then)
 
     def _change(
         self, shape: Shape, gone: Collection[int], fresh: int, rates: Rates
@@ -211,7 +218,18 @@ class Shapes:
         return self._known[key], names
 
 
-def _found(known: Outcome | PlanInfeasible) -> Outcome:
+class _Asked:
+    """Candidates for a change of a shape, and the outcomes of those that were taken."""
+
+    def __init__(
+        self, change: Change, seat: Mapping[NodeName, int], candidates: Candidates
+    ) -> None:
+        self.change, self.seat, self.candidates = change, seat, candidates
+        #: By the identity of what was found, which `candidates` keeps.
+        self.outcomes: dict[int, Outcome] = {}
+
+
+def _found(known: _Known | PlanInfeasible) -> _Known:
     if isinstance(known, PlanInfeasible):
         raise known.with_traceback(None)
     return known
@@ -278,15 +296,7 @@ def _by_places(plan: Plan) -> tuple[Plan, list[NodeName]]:
     """Return the plan with its nodes named by their places, and the name before of each."""
     before = list(dict.fromkeys(hold.workers[0].node for hold in plan.holds))
     place = _places(before)
-    routes = tuple(
-        replace(
-            route,
-            hops=tuple(replace(hop, workers=_moved(hop.workers, place)) for hop in route.hops),
-        )
-        for route in plan.routes
-    )
-    holds = tuple(replace(one, workers=_moved(one.workers, place)) for one in plan.holds)
-    return replace(plan, generation=_FIRST, holds=holds, routes=routes), before
+    return replace(renamed(plan, place), generation=_FIRST), before
 
 
 def swapped(shape: Shape, gone: Collection[int]) -> Sequence[int] | None:

@@ -56,6 +56,8 @@ class Case:
     shadows: str = "none"
     #: Nodes that a pipeline has at least; with five nodes.
     min_nodes: int = 2
+    #: Steps between two checkpoints; 0: there are none.
+    every: int = 0
 
 
 #: Rules that are policies of the same name.
@@ -129,6 +131,15 @@ CASES = [
         shadows="auto",
         min_nodes=5,
         min_nodes_of_4=4,
+    ),
+    Case(
+        name="morphed",  # all state is there, and comes from the newest checkpoint nevertheless
+        nodes=(4,),
+        faults=(("n3", "after:Forward", 16, "kill_node"),),
+        rules=(LOCAL_RULE,),
+        steps=20,
+        policy="morph",
+        every=2,
     ),
 ]
 
@@ -234,7 +245,10 @@ def test_training_is_the_same(
     output = tmp_path / "weights"
     min_nodes = case.min_nodes_of_4 if nodes == 4 else case.min_nodes
     job = job_text(case.name, precision, case.steps, min_nodes=min_nodes, output=output)
-    job_id = cluster.submit({**job, "recovery": {"policy": case.policy, "shadows": case.shadows}})
+    job["recovery"] = {"policy": case.policy, "shadows": case.shadows}
+    if case.every:
+        job["checkpoint"] = {"path": str(tmp_path / "saved"), "every": case.every}
+    job_id = cluster.submit(job)
     if case.returns is not None:
         name, step = case.returns
         cluster.wait_step(job_id, step)
@@ -252,7 +266,8 @@ def test_training_is_the_same(
     for record, rule in zip(told, case.rules, strict=True):
         assert record["rule"] in rule.split("|"), record
         assert record["to_generation"] == record["from_generation"] + 1
-        assert record["policy"] == (rule if rule in NAMED else "templates"), record
+        other = "morph" if case.policy == "morph" else "templates"
+        assert record["policy"] == (rule if rule in NAMED else other), record
         assert record["received_bytes"] == 0 or rule != "reroute", record
         # What a plan for a step boundary needs is there before it begins.
         assert record["fed_bytes"] == (record["received_bytes"] if record["boundary"] else 0)
@@ -260,6 +275,9 @@ def test_training_is_the_same(
         lost = record["nodes_lost"] if action == "kill_node" else record["workers_lost"]
         assert lost == [victim if action == "kill_node" else f"{victim}/0"], record
 
+    returns = cluster.events(job_id, "restored")
+    assert len(returns) == (case.policy == "morph")
+    assert all(case.every <= record["step"] < 16 for record in returns)
     expected = reference(precision, case.steps)
     metrics = cluster.metrics(job_id)
     assert [line["step"] for line in metrics] == list(range(1, case.steps + 1))

@@ -29,6 +29,8 @@ def job_spec(
     mixed: int = 0,
     restart: int = 0,
     reroute: int = 0,
+    morph: int = 0,
+    mtbf_s: int = 30 * 86_400,
     templates: int = 0,
     uneven: int = 0,
     shadows: int = 1,
@@ -46,18 +48,23 @@ def job_spec(
         resources=ResourceSpec(min_nodes_per_pipeline=min_nodes, memory_per_worker_bytes=memory),
         allow_mixed_versions=bool(mixed),
         profile="measure" if measure else "estimate",
-        checkpoint=CheckpointSpec(path="/saved") if checkpoint else None,
+        checkpoint=CheckpointSpec(path="/saved", every="auto" if checkpoint > 1 else 100)
+        if checkpoint
+        else None,
         evaluation=EvaluationSpec(every=evaluate, fraction=0.1, samples=160) if evaluate else None,
         on_state_lost="restart" if restart else "fail",
         recovery=RecoverySpec(
             policy="reroute"
             if reroute
+            else "morph"
+            if morph
             else "templates"
             if templates
             else "uneven"
             if uneven
             else "auto",
             shadows="auto" if shadows else "none",
+            mtbf=f"{mtbf_s}s",
         ),
     )
 

@@ -757,8 +757,10 @@ class Player:
         )
         self._report_save(saved)
 
-    def do_save_failed(self, what: str, step: str, reason: str) -> None:
-        self._report_save(SaveFailed(what=what, step=int(step), reason=reason))  # type: ignore[arg-type]
+    def do_save_failed(self, what: str, step: str, reason: str, request: str = "0") -> None:
+        self._report_save(
+            SaveFailed(what=what, step=int(step), reason=reason, request=int(request))  # type: ignore[arg-type]
+        )
 
     def do_restored(self, step: str, generation: str, *names: str) -> None:
         """Report that the workers have loaded the step's checkpoint on their way into the

@@ -102,7 +102,7 @@ class Saver:
         under_way = self._last.order.wish if self._open and self._last is not None else 0
         return replace(
             self._vote(),
-            due=self._overdue or step % self._spec.every == 0,
+            due=self._overdue or (self._spec.every != "auto" and step % self._spec.every == 0),
             wish=wish if wish > max(self._served, under_way) else 0,
         )
 

@@ -12,7 +12,14 @@ from msgspec.structs import replace
 
 from oobleck.core.ids import NodeName
 from oobleck.master.events.jobs import FirstStepCommitted, PlanEvent, PlanMade
-from oobleck.master.events.nodes import NodeEvent, NodeRegistered, UnknownJobEnded, WorkerLost
+from oobleck.master.events.nodes import (
+    NodeEvent,
+    NodeForgotten,
+    NodeLost,
+    NodeRegistered,
+    UnknownJobEnded,
+    WorkerLost,
+)
 from oobleck.master.events.unions import (
     Event,
     JournalCut,
@@ -191,6 +198,7 @@ def _apply_event(state: ClusterState, event: Journaled, now: float, unix: float)
     elif isinstance(event, JournalCut):
         _distrust(state, unix)
     elif isinstance(event, NodeEvent):
+        _count_losses(state, event, unix)
         apply_nodes.apply(state, event, now, unix)
     elif isinstance(event, PlanEvent):
         apply_jobs.apply_plan(state, event, now, unix)
@@ -198,6 +206,21 @@ def _apply_event(state: ClusterState, event: Journaled, now: float, unix: float)
         trust.apply(state.trust, event, unix)
     else:
         apply_jobs.apply(state, event, now, unix)
+
+
+def _count_losses(state: ClusterState, event: NodeEvent, unix: float) -> None:
+    """Count a loss or a return of a node. Orderly ends are none: they say nothing of failures."""
+    if not isinstance(event, NodeLost | NodeRegistered | NodeForgotten):
+        return
+    state.losses.pass_time(unix, _live(state))
+    if isinstance(event, NodeLost) and event.cause != "left":
+        state.losses.lose(event.node, unix)
+    elif isinstance(event, NodeRegistered):
+        state.losses.come(event.facts.node, unix)
+
+
+def _live(state: ClusterState) -> int:
+    return sum(node.registered for node in state.nodes.values())
 
 
 def _begin_term(state: ClusterState, event: TermBegan) -> None:
@@ -223,7 +246,7 @@ def _observe_anew(state: ClusterState, now: float, unix: float) -> None:
     for node in state.nodes.values():
         apply_nodes.restarted(node, now, unix)
     for job in state.jobs.values():
-        job.seen = JobSeen(since=now, since_unix=unix, inherited=True)
+        job.seen = JobSeen(since=now, since_unix=unix, clock=unix - now, inherited=True)
         job.set_stand_bys(job.stand_bys, now, unix)
         job.seen.steps.committed_step = job.rollback.resumed_step
         if job.rollback.redo_until and job.rollback.restored is not None:

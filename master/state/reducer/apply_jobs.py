@@ -28,13 +28,15 @@ from oobleck.master.state.job_states import move
 from oobleck.master.state.node import Node
 from oobleck.master.state.pace import StandBy
 from oobleck.master.state.slowdowns import slow_after
+from oobleck.planner.recovery.chooser import CHANGE_S
 from oobleck.planner.recovery.course import base_behind
+from oobleck.planner.recovery.outlook import corrected
 
 
 def apply(state: ClusterState, event: jobs.JobEvent, now: float, unix: float) -> None:
     match event:
         case jobs.JobSubmitted():
-            state.jobs[event.job_id] = _submitted(event, unix, state.sequence)
+            state.jobs[event.job_id] = _submitted(event, now, unix, state.sequence)
             state.requests[event.request_id] = event.job_id
             state.submissions += 1
         case jobs.JobAdopted():
@@ -42,7 +44,7 @@ def apply(state: ClusterState, event: jobs.JobEvent, now: float, unix: float) ->
         case jobs.JobCancelRequested():
             state.jobs[event.job_id].cancel_requested = True
         case jobs.CheckpointRequested():
-            _ask_for_checkpoint(state.jobs[event.job_id], event)
+            _ask_for_checkpoint(state.jobs[event.job_id], event, unix)
         case jobs.CheckpointPublished() | jobs.SaveProblem() | jobs.JobRestored():
             _note_save(state.jobs[event.job_id], event, now, unix)
         case jobs.JobCaughtUp():
@@ -85,7 +87,7 @@ def _adopt(state: ClusterState, event: jobs.JobAdopted, now: float, unix: float)
         submitted_at=unix,
         submitted_in=state.sequence,
         adopted_in=event.generation,
-        seen=JobSeen(since=now, since_unix=unix, inherited=True),
+        seen=JobSeen(since=now, since_unix=unix, clock=unix - now, inherited=True),
     )
     state.requests[event.request_id] = event.job_id
     state.submissions += 1
@@ -93,7 +95,7 @@ def _adopt(state: ClusterState, event: jobs.JobAdopted, now: float, unix: float)
         state.nodes[name].held = None
 
 
-def _submitted(event: jobs.JobSubmitted, unix: float, sequence: int) -> Job:
+def _submitted(event: jobs.JobSubmitted, now: float, unix: float, sequence: int) -> Job:
     job = Job(
         id=event.job_id,
         request_id=event.request_id,
@@ -101,6 +103,7 @@ def _submitted(event: jobs.JobSubmitted, unix: float, sequence: int) -> Job:
         submitted_at=unix,
         submitted_in=sequence,
         profile_only=event.profile_only,
+        seen=JobSeen(clock=unix - now),
     )
     if event.profile is not None:
         job.profiling.chosen = jobs.ProfileChosen(
@@ -113,8 +116,8 @@ def _submitted(event: jobs.JobSubmitted, unix: float, sequence: int) -> Job:
     return job
 
 
-def _ask_for_checkpoint(job: Job, event: jobs.CheckpointRequested) -> None:
-    job.saves.requested = event.number
+def _ask_for_checkpoint(job: Job, event: jobs.CheckpointRequested, unix: float) -> None:
+    job.saves.requested, job.saves.requested_at = event.number, unix
     job.saves.numbers[event.request_id] = event.number
     while len(job.saves.numbers) > KNOWN_REQUESTS:
         del job.saves.numbers[next(iter(job.saves.numbers))]
@@ -351,6 +354,19 @@ def _step(state: ClusterState, job: Job, event: jobs.FirstStepCommitted, unix: f
     _forget_processes(state, job)
     if job.started_at == 0.0:
         job.started_at = unix
+    _learn(job, event.transition)
+
+
+def _learn(job: Job, transition: jobs.ReconfigurationStats) -> None:
+    """Hold the time that state took to move against what was expected."""
+    made = job.current.made
+    if made is None or made.expected is None or made.boundary or made.restore:
+        return
+    job.lineage.transfers = corrected(
+        job.lineage.transfers,
+        expected_s=made.expected.stall_s - CHANGE_S,
+        happened_s=transition.phases.get("transfer", 0.0),
+    )
 
 
 def _forget_processes(state: ClusterState, job: Job) -> None:

@@ -12,7 +12,15 @@ from oobleck.core.ids import NodeName
 from oobleck.core.plan import Plan
 from oobleck.core.units import comma_separated, format_bytes
 from oobleck.planner.cost.estimate import peak_bytes
-from oobleck.planner.recovery.answer import Answer, Change, answer, idle, situation
+from oobleck.planner.recovery.answer import (
+    Answer,
+    Change,
+    answer,
+    idle,
+    situation,
+    splitting_weight,
+)
+from oobleck.planner.recovery.chooser import LEAST_GAIN, weighed_s
 from oobleck.planner.recovery.reconfigure import Reconfiguration, can_lose
 from oobleck.planner.recovery.rules import Rule
 from oobleck.planner.recovery.uneven.candidates import (
@@ -23,12 +31,10 @@ from oobleck.planner.recovery.uneven.candidates import (
     staying_s,
 )
 from oobleck.planner.recovery.worth import (
-    LEAST_GAIN,
     by_templates,
     can_lose_behind,
     shadows_behind,
-    splitting_weight,
-    worth_a_change,
+    worth_choosing,
 )
 
 # ---- Answers to slow workers with fewer or other nodes: *stand by* and *take back*.
@@ -94,9 +100,9 @@ def _can_do_without(plan: Plan, nodes: Set[NodeName]) -> bool:
     return all(holders - nodes for holders in plan.layer_nodes())
 
 
-def uneven(change: Change) -> Answer:
-    """Answer with the best plan for the current rates. No node is lost; live nodes outside the
-    running plan stand by.
+def uneven(change: Change) -> Sequence[Answer]:
+    """Return plans for the current rates that are worth a change. No node is lost; live nodes
+    outside the running plan stand by.
 
     Raises PlanInfeasible, with the reason, where staying is better.
     """
@@ -106,19 +112,23 @@ def uneven(change: Change) -> Answer:
     if not offers:
         raise PlanInfeasible("no other plan is better for the rates of the workers")
     try:
-        best = worth_a_change(offers, change.plan, before_s)
+        worth: Sequence[Answer] = worth_choosing(offers, change.plan, before_s)
     except PlanInfeasible:
         undone = _undone(offers, change, before_s)
         if undone is None:
             raise
-        best = undone
+        worth = [replace(undone, undoes=True)]
+    return [_told(offer, change, before_s) for offer in worth]
+
+
+def _told(offer: Answer, change: Change, before_s: float) -> Answer:
     reason = (
-        f"{_slow_ones(change)}: {best.found.rule}: a step takes {best.step_s:.4g} s in place of "
-        f"{before_s:.4g} s, and {format_bytes(best.moved_bytes)} move"
+        f"{_slow_ones(change)}: {offer.found.rule}: a step takes {offer.step_s:.4g} s in place of "
+        f"{before_s:.4g} s, and {format_bytes(offer.moved_bytes)} move"
     )
     # Another cut may leave a layer on fewer nodes.
-    then = best.then or shadows_behind(best.found.plan, change)
-    return replace(best, found=replace(best.found, reason=reason), then=then)
+    then = offer.then or shadows_behind(offer.found.plan, change)
+    return replace(offer, found=replace(offer.found, reason=reason), then=then)
 
 
 def _undone(offers: Sequence[Answer], change: Change, before_s: float) -> Answer | None:
@@ -129,7 +139,7 @@ def _undone(offers: Sequence[Answer], change: Change, before_s: float) -> Answer
     for offer in offers:
         if offer.found.rule == "as planned" and not offer.moved_bytes:
             before_s *= splitting_weight(change.plan)
-            if offer.step_s * splitting_weight(offer.found.plan) <= before_s * (1 + LEAST_GAIN):
+            if weighed_s(offer) <= before_s * (1 + LEAST_GAIN):
                 return offer
     return None
 

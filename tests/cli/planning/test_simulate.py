@@ -33,7 +33,7 @@ def test_policies_stand_side_by_side_with_the_bounds(asked: tuple[str, ...]) -> 
     result = run(*asked, "--policy", "all", "--until", "10m", "--price", "2", "--json")
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout)
-    assert set(found["policies"]) == {"auto", "templates", "reroute", "uneven"}
+    assert set(found["policies"]) == {"auto", "templates", "reroute", "uneven", "morph"}
     bounds = found["bounds"]
     assert bounds["full_samples_per_s"] > bounds["free_changes_samples_per_s"]
     for each in found["policies"].values():

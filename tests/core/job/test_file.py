@@ -105,7 +105,7 @@ def refusal(text: str, *overrides: str) -> str:
         (
             "fault_tolerance: 1",
             "checkpoint: {path: saved, every: 0}",
-            "job.yaml:10: checkpoint.every must be an integer of at least 1, not 0",
+            "job.yaml:10: checkpoint.every must be an integer of at least 1 or auto, not 0",
         ),
         (
             "fault_tolerance: 1",
@@ -135,7 +135,7 @@ def refusal(text: str, *overrides: str) -> str:
         (
             "fault_tolerance: 1",
             "recovery: {policy: rerout}",
-            "job.yaml:10: recovery.policy must be auto or reroute or templates or uneven, "
+            "job.yaml:10: recovery.policy must be auto or morph or reroute or templates or uneven, "
             "not the text",
         ),
         (

@@ -1,12 +1,14 @@
 """The simulator answers a loss and its follow-ups as the master does."""
 
+import dataclasses
+
 import pytest
 
 from oobleck.core.job.spec import RecoveryPolicy
 from oobleck.master.events.jobs import PlanMade
 from oobleck.master.planning import client
+from oobleck.planner.recovery.chooser import CHANGE_S
 from oobleck.planner.recovery.terms import Terms
-from oobleck.planner.recovery.worth import CHANGE_S
 from oobleck.planner.report.account import Result
 from oobleck.planner.simulate.compare import set_up
 from oobleck.planner.simulate.costs import Costs
@@ -70,8 +72,9 @@ def test_a_loss_is_answered_as_by_the_master(
 
     def found(until_s: float) -> Result:
         trace, count = trace_of(rows), len(NAMES)
-        setting = set_up(trace, shapes, nodes=count, costs=Costs(), until_s=until_s)
-        return replay(setting, policy)
+        costs = Costs(checkpoint_every_s=0)
+        setting = set_up(trace, shapes, nodes=count, costs=costs, until_s=until_s)
+        return replay(dataclasses.replace(setting, steps=job.spec.training.steps), policy)
 
     early, late = found(100), found(200)
     assert [early.account.counts[event.policy, event.rule] for event in made] == [1] * len(made)

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import msgspec
 import pytest
 
 from oobleck.master.events.jobs import PlanMade
@@ -32,8 +31,12 @@ class SlowLinks(AtOnce):
     def reply(self, request: PlanRequest) -> PlanReply:
         reply = super().reply(request)
         if isinstance(reply, NextPlanReply):
-            answer = replace(reply.answer, outrun_bytes=self.outrun_bytes)
-            return msgspec.structs.replace(reply, answer=answer)
+            found = reply.candidates
+            courses = [
+                replace(course, first=replace(course.first, outrun_bytes=self.outrun_bytes))
+                for course in found.courses
+            ]
+            return NextPlanReply(candidates=replace(found, courses=tuple(courses)))
         return reply
 
 

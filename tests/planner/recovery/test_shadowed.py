@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 
@@ -16,9 +17,14 @@ from oobleck.planner.recovery.reconfigure import can_lose
 from oobleck.planner.recovery.reroute import reroute
 from oobleck.planner.recovery.worth import shadowed, shadows_behind
 from oobleck.planner.search.templates import generate_templates
+from support.choices import chosen
 from support.plans import plan_of_cuts, worker
 from support.profiles import profile_of
 from support.random_rerouted import random_rerouted
+
+
+def followed(change: Change, wanted: Literal["shadow", "normalise"]) -> Answer:
+    return chosen(behind(change, wanted))
 
 
 def change(base: Plan, plan: Plan, profile: Profile, fault_tolerance: int = 1) -> Change:
@@ -114,13 +120,13 @@ def test_shadows_come_behind_a_stage_that_moves_or_where_none_does() -> None:
     )
     first = answer(lost, "reroute")
     assert first.then == "normalise"
-    moved = behind(change(base, first.found.plan, profile, 2), "normalise")
+    moved = followed(change(base, first.found.plan, profile, 2), "normalise")
     assert (moved.policy, moved.then) == ("normalise", "shadow")
-    copied = behind(change(base, moved.found.plan, profile, 2), "shadow")
+    copied = followed(change(base, moved.found.plan, profile, 2), "shadow")
     assert (copied.policy, can_lose(copied.found.plan)) == ("shadow", 2)
     # With all that a copy takes, no move is worth it: shadows take its place.
-    slow = replace(profile, links=replace(profile.links, inter_node_bytes_per_s=1e6))
-    instead = behind(change(base, first.found.plan, slow, 2), "normalise")
+    slow = replace(profile, links=replace(profile.links, inter_node_bytes_per_s=1e5))
+    instead = followed(change(base, first.found.plan, slow, 2), "normalise")
     assert (instead.policy, can_lose(instead.found.plan)) == ("shadow", 2)
     with pytest.raises(PlanInfeasible, match="not worth a change"):
-        behind(replace(change(base, first.found.plan, slow, 2), shadows=False), "normalise")
+        followed(replace(change(base, first.found.plan, slow, 0), shadows=False), "normalise")

@@ -359,7 +359,7 @@ def test_behind_two_losses_of_a_stage_a_worker_takes_it_over(
             fault_tolerance=1,
             tied=job.model.tied,
         )
-    ).found.plan
+    )[0].found.plan
     (taker,) = (w for w in fourth.workers if fourth.shards[w] != third.shards[w])
     assert fourth.shards[taker] == first.shards[worker_named("b")]
     fifth = rerouted(fourth, job, taker.node)

@@ -1,0 +1,292 @@
+"""The choice of an answer among candidates, by what is known at that moment. Pure, and quick.
+
+The planner makes candidates without knowing the time; this module weighs them. The value of a
+course is the number of steps that it is expected to commit until the next event or the job's end:
+
+    value = integral of rate(t) exp(-t / wait) dt  -  P(an event takes the last holders) * undone
+
+where `wait` is the expected time until the next event, and `undone` are the steps that a return to
+the checkpoint costs. Events are exponential, so what comes after the next one is alike for all.
+
+Owns phases, values and the choice. Must not know how a candidate was made.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from oobleck.core.errors import PlanInfeasible
+from oobleck.planner.recovery.answer import Answer, Exposure, RunnerUp
+from oobleck.planner.recovery.outlook import Outlook
+
+#: Seconds of a change of generation beside moving state.
+CHANGE_S = 0.5
+#: Courses this close in value are equal: estimates are not more exact.
+TIE = 0.005
+#: Bytes this close are equal.
+_ALIKE = 0.05
+#: Least share of a step's time that a voluntary change must save.
+LEAST_GAIN = 0.03
+#: Share, and seconds, by which a step may get longer where nodes join: estimates of the short steps
+#: of small models are rough, and their users expect every node to be used. A choice, not a
+#: measurement.
+_LONGER, _NOISE_S = 0.01, 0.005
+#: Least time of a step: a profile may say that layers take none.
+_LEAST_STEP_S = 1e-9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Phase:
+    """Part of a transition."""
+
+    #: Infinite for the last one.
+    seconds: float
+    steps_per_s: float
+    exposure: Exposure | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Course:
+    """Course of action: the answer at once, and the one that follows at a step boundary."""
+
+    first: Answer
+    behind: Answer | None = None
+    #: Nodes that can be lost in the end, as far as the job asks for that, and what is held then.
+    guarantee: int
+    exposure: Exposure
+
+    @property
+    def last(self) -> Answer:
+        return self.behind or self.first
+
+    @property
+    def goes_back(self) -> bool:
+        """Return whether the state comes from the newest checkpoint."""
+        return self.first.policy == "morph"
+
+    @property
+    def moved_bytes(self) -> int:
+        return self.first.moved_bytes + (self.behind.moved_bytes if self.behind else 0)
+
+    def phases(
+        self, outlook: Outlook, before: Exposure | None, staying: "Staying | None"
+    ) -> list[Phase]:
+        """Return the phases of the transition. `before`: what is held until state has moved.
+        `staying`: the running plan, where nothing forces a change: it trains while state is copied.
+
+        A follow-up costs whole steps of the first plan for the same reason, and its switch waits
+        for a step boundary.
+        """
+        first = self.first
+        found = []
+        stall_s = CHANGE_S + (first.stall_s if staying is None else first.outrun_s)
+        if self.goes_back:
+            stall_s += outlook.back_s
+        if staying is not None:
+            found.append(
+                Phase(
+                    seconds=first.stall_s,
+                    steps_per_s=1 / staying.weighed_s,
+                    exposure=staying.exposure,
+                )
+            )
+        found.append(Phase(seconds=stall_s, steps_per_s=0.0, exposure=before))
+        step_s = weighed_s(first)
+        if self.behind is not None:
+            behind = self.behind
+            steps = 1 + math.ceil(behind.stall_s / step_s) - outlook.kept
+            found += [
+                Phase(
+                    seconds=steps * step_s,
+                    steps_per_s=1 / step_s,
+                    exposure=first.exposure,
+                ),
+                Phase(seconds=CHANGE_S + behind.outrun_s, steps_per_s=0.0, exposure=first.exposure),
+            ]
+        last = Phase(seconds=math.inf, steps_per_s=1 / weighed_s(self.last), exposure=self.exposure)
+        return [*found, last]
+
+    @property
+    def answer(self) -> Answer:
+        if self.behind is None:
+            return self.first
+        return replace(self.first, then="anew" if self.behind.anew else "templates")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Staying:
+    """The running plan, where nothing forces a change."""
+
+    #: Seconds of a step, and the factor for a split backward.
+    step_s: float
+    weight: float
+    guarantee: int
+    exposure: Exposure
+
+    @property
+    def weighed_s(self) -> float:
+        return max(self.step_s * self.weight, _LEAST_STEP_S)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidates:
+    """Courses to choose from, at least one."""
+
+    courses: tuple[Course, ...]
+    #: Number of live nodes.
+    live: int
+    #: None: something forces a change.
+    staying: Staying | None = None
+    #: True if a step has to get shorter to be worth a change; else it must not get longer.
+    to_gain: bool = False
+    #: Answer where staying is better than all of them.
+    instead: Answer | None = None
+    #: What is held until the state has moved.
+    before: Exposure | None = None
+
+
+def weighed_s(answer: Answer) -> float:
+    """Return the seconds of a step, with the cost of a split backward that profiles lack."""
+    return max(answer.step_s * answer.weight, _LEAST_STEP_S)
+
+
+def expected_steps(
+    phases: Sequence[Phase], outlook: Outlook, nodes: int, *, until_s: float, undone: float
+) -> float:
+    """Return the steps that are expected to be committed until the next event, at most until then,
+    less the `undone` steps of a return where the event takes last holders."""
+    wait_s = outlook.wait_s(nodes)
+    value = at = 0.0
+    for phase in phases:
+        end = min(at + phase.seconds, until_s)
+        if end <= at:
+            continue
+        chance = math.exp(-at / wait_s) * -math.expm1(-(end - at) / wait_s)
+        value += phase.steps_per_s * wait_s * chance
+        if phase.exposure is not None:
+            value -= chance * phase.exposure.share(outlook.sizes) * undone
+        at = end
+    return value
+
+
+def _finished_s(phases: Sequence[Phase], steps: float) -> float:
+    """Return the seconds after which so many steps are committed."""
+    at = 0.0
+    for phase in phases:
+        made = phase.seconds * phase.steps_per_s if phase.steps_per_s else 0.0
+        if phase.steps_per_s and made >= steps:
+            return at + steps / phase.steps_per_s
+        steps -= made
+        at += phase.seconds
+    return at
+
+
+def _paced(course: Course, factor: float) -> Course:
+    """Return the course with transfers that take so many times as long."""
+    if factor == 1:
+        return course
+    first, behind = (
+        None
+        if each is None
+        else replace(each, stall_s=each.stall_s * factor, outrun_s=each.outrun_s * factor)
+        for each in (course.first, course.behind)
+    )
+    assert first is not None, "a course begins with an answer"
+    return replace(course, first=first, behind=behind)
+
+
+def choose(found: Candidates, outlook: Outlook) -> Answer:
+    """Return the answer of the best course, with what is expected of it and of the best one of
+    another policy or rule.
+
+    The highest guarantee comes first, then the value. Within half a percent of the highest value,
+    the course that moves fewest bytes is taken, then the one that lets most nodes be lost. Raises
+    PlanInfeasible where staying is better.
+    """
+    staying = found.staying
+    courses = [_paced(course, outlook.transfers) for course in found.courses]
+    ways = [course.phases(outlook, found.before, staying) for course in courses]
+    # What a return undoes is alike for all, so that a faster course is never worse for it.
+    fastest = max(phases[-1].steps_per_s for phases in ways)
+    undone = outlook.undone_steps(fastest, outlook.wait_s(found.live))
+    until_s = math.inf
+    # Users expect that nodes which join are used, however short the rest of the job is.
+    if outlook.left_steps is not None and staying is None:
+        until_s = min(_finished_s(phases, outlook.left_steps) for phases in ways)
+
+    def value_of(phases: Sequence[Phase], undone: float = undone) -> float:
+        return expected_steps(phases, outlook, found.live, until_s=until_s, undone=undone)
+
+    values = [
+        value_of(phases) - (outlook.behind_steps if course.goes_back else 0.0)
+        for course, phases in zip(courses, ways, strict=True)
+    ]
+    close_by = TIE * max(value_of(phases, 0.0) for phases in ways)
+    valued = list(zip(courses, values, strict=True))
+    most = max(course.guarantee for course in courses)
+    highest = max(value for course, value in valued if course.guarantee == most)
+    close = [
+        (course, value)
+        for course, value in valued
+        if course.guarantee == most and value >= highest - close_by
+    ]
+    fewest = min(course.moved_bytes for course, _ in close)
+    best, value = max(
+        (one for one in close if one[0].moved_bytes <= (1 + _ALIKE) * fewest),
+        key=lambda one: (one[0].exposure.can_lose, one[1]),
+    )
+    others = [
+        RunnerUp(policy=course.first.policy, rule=course.first.found.rule, value=own)
+        for course, own in valued
+        if (course.first.policy, course.first.found.rule)
+        != (best.first.policy, best.first.found.rule)
+    ]
+    if staying is not None:
+        stays = [
+            Phase(
+                seconds=math.inf,
+                steps_per_s=1 / staying.weighed_s,
+                exposure=staying.exposure,
+            )
+        ]
+        stay = value_of(stays)
+        if found.to_gain:
+            worth = value >= stay + close_by
+        else:  # a risk keeps no node idle, nor does a step that is a little longer
+            least = min(value_of(stays, 0.0), value_of(_longer(stays, best), 0.0))
+            worth = value_of(best.phases(outlook, found.before, staying), 0.0) >= least - close_by
+        if why := _why_stay(best, staying, worth=worth, to_gain=found.to_gain):
+            if found.instead is not None:
+                return found.instead
+            raise PlanInfeasible(why)
+        others.append(RunnerUp(policy="stay", rule="stay", value=stay))
+    runner_up = max(others, key=lambda one: one.value, default=None)
+    return replace(best.answer, value=value, runner_up=runner_up)
+
+
+def _longer(stays: Sequence[Phase], best: Course) -> Sequence[Phase]:
+    """Return the phases of staying at the step time of a course that may be longer."""
+    return [replace(one, steps_per_s=1 / weighed_s(best.first)) for one in stays]
+
+
+def _why_stay(best: Course, staying: Staying, *, worth: bool, to_gain: bool) -> str:
+    """Return why staying is better; empty if it is not. A plan that lets more nodes be lost, as far
+    as the job asks for that, is worth any step. `worth`: by its value."""
+    first = best.first
+    if best.guarantee > staying.guarantee or first.undoes:
+        return ""
+    if best.guarantee < staying.guarantee:
+        return f"{first.found.reason}: fewer nodes could be lost"
+    then_s, now_s = weighed_s(first), staying.weighed_s
+    told = f"a step would take {first.step_s:.4g} s in place of {staying.step_s:.4g} s"
+    if first.weight > staying.weight:
+        told += ", with backwards split"
+    most_s = (1 - LEAST_GAIN) * now_s if to_gain else now_s + max(_LONGER * now_s, _NOISE_S)
+    if then_s > most_s:
+        return f"{told}: not worth a change"
+    if not worth:
+        return (
+            f"{told}, after {first.stall_s:.3g} s of copying and {CHANGE_S + first.outrun_s:.3g} s "
+            "of standstill: not worth a change"
+        )
+    return ""

@@ -1,0 +1,160 @@
+"""Outlook of a job: how often nodes are lost, how many at a time, and what a return would cost.
+
+`Losses` is a fold over the losses and returns of nodes, so a restarted master has the same. An
+`Outlook` is what the chooser (`oobleck.planner.recovery.chooser`) needs of it at one moment. Must
+not know plans or policies.
+"""
+
+import math
+from collections.abc import Mapping
+from statistics import median
+
+import msgspec
+
+from oobleck.core.ids import NodeName
+
+#: Mean time between losses of one node that is expected where nothing is known, seconds.
+MTBF_S = 30 * 86_400.0
+#: Share of a broken step's work that the next plan need not do again.
+SALVAGE = 0.55
+#: Strength of the prior, in events: a cluster that loses a node an hour must be believed within a
+#: few hours.
+_PRIOR_EVENTS = 0.1
+#: Observations lose half of their weight in this time.
+_HALF_LIFE_S = 2 * 86_400.0
+#: Losses within this time of each other are one event.
+TOGETHER_S = 10.0
+#: Most nodes whose time of loss is remembered, and most times until a return.
+_MOST_LOST = 4096
+_MOST_BACK = 32
+#: Least expected seconds of a transfer that says something, and largest factor on these.
+_LEAST_SEEN_S, _MOST_FACTOR = 0.2, 1000.0
+#: Least and most seconds until the next event that are believed.
+_LEAST_WAIT_S, _MOST_WAIT_S = 1.0, 10 * 365 * 86_400.0
+
+
+class Losses(msgspec.Struct, kw_only=True):
+    """Losses of a cluster's nodes so far. Older ones count less."""
+
+    #: Time of the newest change, seconds; None: there was none.
+    at_s: float | None = None
+    #: Seconds that nodes were live, summed over nodes.
+    node_s: float = 0.0
+    #: Number of events by the number of nodes that were lost in each.
+    events: dict[int, float] = {}
+    #: Time of the newest event's last loss, and its size.
+    last_s: float = -math.inf
+    last_size: int = 0
+    #: Time of loss of nodes that are still away.
+    away: dict[NodeName, float] = {}
+    #: Times in seconds after which the last lost nodes were back.
+    back_s: list[float] = []
+
+    def pass_time(self, now_s: float, live: int) -> None:
+        """Note that so many nodes were live since the last change."""
+        if self.at_s is not None and now_s > self.at_s:
+            weight = 0.5 ** ((now_s - self.at_s) / _HALF_LIFE_S)
+            self.node_s = self.node_s * weight + live * (now_s - self.at_s)
+            self.events = {size: number * weight for size, number in self.events.items()}
+        self.at_s = now_s if self.at_s is None else max(self.at_s, now_s)
+
+    def lose(self, node: NodeName, now_s: float) -> None:
+        """Note a loss; time has passed until then."""
+        size = 1
+        if now_s - self.last_s <= TOGETHER_S:
+            size = self.last_size + 1
+            self.events[size - 1] = max(0.0, self.events.get(size - 1, 0.0) - 1)
+        self.events[size] = self.events.get(size, 0.0) + 1
+        self.last_s, self.last_size = now_s, size
+        self.away[node] = now_s
+        while len(self.away) > _MOST_LOST:
+            del self.away[next(iter(self.away))]
+
+    def come(self, node: NodeName, now_s: float) -> None:
+        """Note that a node is there."""
+        lost_s = self.away.pop(node, None)
+        if lost_s is not None:
+            self.back_s = [*self.back_s, max(0.0, now_s - lost_s)][-_MOST_BACK:]
+
+    @property
+    def median_back_s(self) -> float | None:
+        """Median time in seconds until a lost node is back; None: none has come back."""
+        return median(self.back_s) if self.back_s else None
+
+    def per_node_s(self, mtbf_s: float = MTBF_S) -> float:
+        """Return the expected events per node and second; `mtbf_s`: the prior."""
+        seen = sum(self.events.values())
+        return (seen + _PRIOR_EVENTS) / (self.node_s + _PRIOR_EVENTS * mtbf_s)
+
+    @property
+    def sizes(self) -> tuple[tuple[int, float], ...]:
+        """Share of events by the number of nodes that one takes. An event of one node is counted
+        beside those seen."""
+        counts: Mapping[int, float] = self.events | {1: self.events.get(1, 0.0) + 1}
+        whole = sum(counts.values())
+        return tuple((size, n / whole) for size, n in sorted(counts.items()) if n)
+
+
+class Outlook(msgspec.Struct, frozen=True, kw_only=True):
+    """What is expected of the time after a change."""
+
+    #: Expected events per node and second.
+    per_node_s: float = 1 / MTBF_S
+    #: Share of events by the number of nodes that one takes.
+    sizes: tuple[tuple[int, float], ...] = ((1, 1.0),)
+    #: Steps that are left of the job; None: not known.
+    left_steps: float | None = None
+    #: Steps since the newest checkpoint, and between two; without checkpoints all steps so far,
+    #: and infinity. By default a return undoes no step: nothing is known of checkpoints.
+    behind_steps: float = 0.0
+    every_steps: float = 0.0
+    #: Standstill of a return to a checkpoint, seconds.
+    back_s: float = 30.0
+    #: Share of the broken step that is not done again.
+    kept: float = 0.0
+    #: Factor on the expected times of transfers, by what they took so far.
+    transfers: float = 1.0
+
+    def wait_s(self, nodes: int) -> float:
+        """Return the expected seconds until the next event among so many nodes."""
+        per_s = self.per_node_s * max(nodes, 1)
+        return min(max(1 / per_s, _LEAST_WAIT_S), _MOST_WAIT_S) if per_s else _MOST_WAIT_S
+
+    def undone_steps(self, steps_per_s: float, wait_s: float) -> float:
+        """Return the expected steps that a return undoes or stands still for, at the next event.
+
+        The event comes after an exponential time; each checkpoint on the way sets the count to 0.
+        """
+        ahead = steps_per_s * wait_s
+        if self.left_steps is not None:
+            ahead = min(ahead, self.left_steps)
+        cost = self.back_s * steps_per_s
+        if not self.every_steps or ahead <= 0:
+            return self.behind_steps + cost
+        if math.isinf(self.every_steps):
+            return self.behind_steps + ahead + cost
+        first = max(self.every_steps - self.behind_steps, 0.0)
+        over = math.exp(-first / ahead)
+        every = self.every_steps / ahead
+        again = ahead - (self.every_steps / math.expm1(every) if every < 700 else 0.0)
+        before = self.behind_steps * (1 - over) + ahead * (1 - over) - first * over
+        return before + over * again + cost
+
+
+def corrected(factor: float, *, expected_s: float, happened_s: float) -> float:
+    """Return the factor on expected times of transfers after one more was seen. Halfway, on a scale
+    of ratios, since one transfer may be beside other traffic."""
+    if expected_s < _LEAST_SEEN_S or happened_s <= 0:
+        return factor
+    return min(max(factor * math.sqrt(happened_s / expected_s), 1 / _MOST_FACTOR), _MOST_FACTOR)
+
+
+def best_interval_s(save_s: float, between_s: float) -> float:
+    """Return the best seconds between two checkpoints, by the cost of one and the mean time between
+    losses that need one (Young, Communications of the ACM 1974; Daly, FGCS 2006: a first order)."""
+    return math.sqrt(2 * save_s * between_s)
+
+
+def expecting(wait_s: float, nodes: int) -> Outlook:
+    """Return the outlook under which so many nodes expect the next event in `wait_s` seconds."""
+    return Outlook(per_node_s=1 / (wait_s * nodes))

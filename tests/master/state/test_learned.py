@@ -1,0 +1,52 @@
+"""What the master learns from losses and transfers, for the next choice."""
+
+import pytest
+
+from oobleck.master.events.jobs import PlanMade
+from oobleck.planner.recovery.chooser import CHANGE_S
+from support.scenario import Player
+
+#: State takes seconds to move, until {end}.
+LOSS = """
+0.0 submit demo hidden=5120 sequence=1 memory=68719476736 f=1 shadows=0 templates=1 steps=100000
+0.1 register n1 n2 n3 n4 n5
+0.5 ready n1 n2 n3 n4 n5
+0.7 enter 1 n1 n2 n3 n4 n5
+1.0 steps 1 5 1
+2.0 close n3
+2.01 peer_lost n4/0 1
+2.5 phase aborted 2 n1 n2 n4 n5
+3.0 phase joined 2 n1 n2 n4 n5
+{end} phase transferred 2 n1 n2 n4 n5
+{after} steps 6 6 2
+"""
+
+
+@pytest.mark.parametrize("transfer", [5.0, 80.0])
+def test_the_next_transfer_is_expected_to_take_as_long_as_the_last_did(transfer: float) -> None:
+    player = Player()
+    end = 3.0 + transfer
+    player.play(LOSS.format(end=end, after=end + 0.1))
+    made = [event for _, event in player.journal if isinstance(event, PlanMade)][-1]
+    assert made.expected is not None
+    expected_s = made.expected.stall_s - CHANGE_S
+    assert expected_s > 1
+    learned = player.job.lineage.transfers
+    assert learned == pytest.approx((transfer / expected_s) ** 0.5, rel=0.02)
+    assert (learned > 1) == (transfer > expected_s)
+    player.play(f"{end + 1} restart\n")
+    assert player.job.lineage.transfers == learned
+
+
+def test_losses_are_counted_and_known_after_a_restart() -> None:
+    player = Player()
+    player.play(LOSS.format(end=4.0, after=4.1))
+    losses = player.state.losses
+    assert sum(losses.events.values()) == pytest.approx(1.0, rel=1e-3)
+    assert set(losses.away) == {"n3"}
+    player.play("10.0 restart\n11.0 reconnect n1 n2 n4 n5\n12.0 register n3\n")
+    assert player.state.losses.events == pytest.approx(losses.events, rel=1e-3)
+    assert player.state.losses.back_s == [pytest.approx(10.0, abs=0.1)]
+    # Whoever leaves in order does not fail.
+    player.play("20.0 leave n5\n")
+    assert sum(player.state.losses.events.values()) == pytest.approx(1.0, rel=1e-3)

@@ -1,0 +1,309 @@
+"""The choice among courses: its values against drawn events, and what must never be taken."""
+
+import math
+import random
+from collections.abc import Sequence
+from itertools import combinations
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from oobleck.core.errors import PlanInfeasible
+from oobleck.core.ids import NodeName
+from oobleck.planner.recovery.answer import Answer, Exposure
+from oobleck.planner.recovery.chooser import (
+    CHANGE_S,
+    TIE,
+    Candidates,
+    Course,
+    Phase,
+    Staying,
+    choose,
+    expected_steps,
+)
+from oobleck.planner.recovery.outlook import (
+    MTBF_S,
+    TOGETHER_S,
+    Losses,
+    Outlook,
+    best_interval_s,
+    corrected,
+    expecting,
+)
+from oobleck.planner.recovery.reconfigure import Reconfiguration
+from support.plans import plan_of_cuts
+
+PLAN = plan_of_cuts(([1, 1], 4), ([1, 1], 4))
+SAFE = Exposure(nodes=4, sets=((2, 2),))
+ALONE = Exposure(nodes=4, sets=((1, 4),))
+
+
+def course(
+    step_s: float,
+    *,
+    stall_s: float = 0.0,
+    moved: int = 0,
+    guarantee: int = 1,
+    exposure: Exposure = SAFE,
+    policy: str = "templates",
+    behind: Answer | None = None,
+) -> Course:
+    made = Reconfiguration(plan=PLAN, rule="reshape", reason="a course")
+    first = Answer(
+        policy=policy,  # type: ignore[arg-type]
+        found=made,
+        moved_bytes=moved,
+        stall_s=stall_s,
+        step_s=step_s,
+        weight=1.0,
+        exposure=exposure,
+    )
+    return Course(first=first, behind=behind, guarantee=guarantee, exposure=exposure)
+
+
+def forced(*courses: Course) -> Candidates:
+    return Candidates(courses=courses, live=4, before=ALONE)
+
+
+# ---- Values
+
+
+def drawn_steps(
+    phases: Sequence[Phase], outlook: Outlook, nodes: int, until_s: float, undone: float
+) -> float:
+    """The mean over drawn events of the steps committed until then, less what a return undoes."""
+    draw, wait_s, total, rounds = random.Random(7), outlook.wait_s(nodes), 0.0, 40_000
+    for _ in range(rounds):
+        event_s = draw.expovariate(1 / wait_s)
+        at, end = 0.0, min(event_s, until_s)
+        for phase in phases:
+            until = min(at + phase.seconds, end)
+            total += phase.steps_per_s * max(0.0, until - at)
+            if at <= event_s < min(at + phase.seconds, until_s) and phase.exposure is not None:
+                sizes, shares = zip(*outlook.sizes, strict=True)
+                taken = draw.choices(sizes, shares)[0]
+                total -= undone * phase.exposure.share(((taken, 1.0),))
+            at += phase.seconds
+    return total / rounds
+
+
+@pytest.mark.parametrize("until_s", [50.0, 400.0, math.inf])
+def test_a_value_is_the_mean_over_drawn_events(until_s: float) -> None:
+    outlook = Outlook(per_node_s=1 / (4 * 100.0), sizes=((1, 0.7), (2, 0.3)))
+    phases = [
+        Phase(seconds=20.0, steps_per_s=0.0, exposure=ALONE),
+        Phase(seconds=90.0, steps_per_s=0.5, exposure=ALONE),
+        Phase(seconds=10.0, steps_per_s=0.0, exposure=SAFE),
+        Phase(seconds=math.inf, steps_per_s=0.8, exposure=SAFE),
+    ]
+    value = expected_steps(phases, outlook, 4, until_s=until_s, undone=30.0)
+    drawn = drawn_steps(phases, outlook, 4, until_s, 30.0)
+    assert value == pytest.approx(drawn, abs=0.05 * 50)
+    assert value == pytest.approx(drawn, rel=0.1, abs=0.6)
+
+
+@pytest.mark.parametrize("taken", [1, 2, 3, 4])
+def test_the_share_of_events_that_take_last_holders_is_that_of_all_sets_of_nodes(
+    taken: int,
+) -> None:
+    plan = plan_of_cuts(([1, 1], 4), ([1, 1], 4), ([2], 2))
+    holders = plan.layer_nodes()
+    sets = list(combinations(plan.nodes, taken))
+    hit = sum(any(set(own) <= set(gone) for own in holders) for gone in sets)
+    share = Exposure.of(plan).share(((taken, 1.0),))
+    assert share >= hit / len(sets)
+    assert share == pytest.approx(hit / len(sets)) or taken > 3  # sets overlap
+
+
+@given(
+    behind=st.floats(0, 50),
+    every=st.floats(1, 100),
+    rate=st.floats(0.01, 2),
+    wait=st.floats(5, 500),
+)
+@settings(max_examples=20, deadline=None)
+def test_a_return_undoes_the_steps_since_the_checkpoint_before_it(
+    behind: float, every: float, rate: float, wait: float
+) -> None:
+    behind = min(behind, every)
+    outlook = Outlook(behind_steps=behind, every_steps=every, back_s=0.0)
+    draw = random.Random(3)
+    mean = (
+        sum(math.fmod(behind + rate * draw.expovariate(1 / wait), every) for _ in range(20_000))
+        / 20_000
+    )
+    assert outlook.undone_steps(rate, wait) == pytest.approx(mean, rel=0.05, abs=0.02 * every)
+
+
+# ---- The choice
+
+
+@given(data=st.data())
+@settings(max_examples=200, deadline=None)
+def test_a_course_that_is_worse_in_every_respect_is_never_taken(data: st.DataObject) -> None:
+    number = st.integers(1, 100)
+    drawn = [
+        course(
+            data.draw(number) / 10,
+            stall_s=data.draw(number),
+            moved=data.draw(number),
+            guarantee=data.draw(st.integers(0, 2)),
+            exposure=data.draw(st.sampled_from([SAFE, ALONE])),
+        )
+        for _ in range(data.draw(st.integers(2, 5)))
+    ]
+    outlook = msgspec.structs.replace(
+        expecting(data.draw(st.floats(10, 1e6)), 4),
+        left_steps=data.draw(st.sampled_from([None, 5, 1000])),
+        behind_steps=data.draw(st.integers(0, 100)),
+        every_steps=data.draw(st.sampled_from([0.0, 100.0, math.inf])),
+    )
+    found = choose(forced(*drawn), outlook)
+    (taken,) = [one for one in drawn if one.first.found is found.found][:1] or [None]
+    chosen = next(
+        one
+        for one in drawn
+        if (one.first.step_s, one.first.stall_s, one.first.moved_bytes)
+        == (found.step_s, found.stall_s, found.moved_bytes)
+    )
+    assert taken is not None
+    assert chosen.guarantee == max(one.guarantee for one in drawn)
+    for other in drawn:
+        worse = (
+            chosen.first.step_s > other.first.step_s
+            and chosen.first.stall_s > other.first.stall_s
+            and chosen.first.moved_bytes > other.first.moved_bytes
+            and chosen.guarantee <= other.guarantee
+            and chosen.exposure.can_lose <= other.exposure.can_lose
+        )
+        assert not worse
+
+
+def test_among_equals_the_fewest_bytes_are_moved_then_most_holders_are_kept() -> None:
+    outlook = expecting(1e5, 4)
+    nearly = 1.0 + 0.9 * TIE
+    many, few = course(1.0, moved=1000), course(nearly, moved=10)
+    assert choose(forced(many, few), outlook).moved_bytes == 10
+    assert choose(forced(many, course(1.0 + 3 * TIE, moved=10)), outlook).moved_bytes == 1000
+    alone = course(1.0, moved=10, exposure=ALONE)
+    assert choose(forced(alone, course(nearly, moved=10)), outlook).step_s == nearly
+
+
+def test_how_long_a_plan_is_used_decides_what_a_standstill_is_worth() -> None:
+    fast, ready = course(1.0, stall_s=60.0), course(1.2, policy="reroute")
+    assert choose(forced(fast, ready), expecting(100.0, 4)).policy == "reroute"
+    found = choose(forced(fast, ready), expecting(10_000.0, 4))
+    assert found.policy == "templates"
+    assert found.runner_up is not None
+    assert found.runner_up.policy == "reroute"
+    # So does what is left of the job.
+    short = msgspec.structs.replace(expecting(10_000.0, 4), left_steps=50)
+    assert choose(forced(fast, ready), short).policy == "reroute"
+
+
+def test_transfers_that_took_long_are_expected_to_take_long_again() -> None:
+    fast, ready = course(1.0, stall_s=2.0), course(1.01, policy="reroute")
+    outlook = expecting(1000.0, 4)
+    assert choose(forced(fast, ready), outlook).policy == "templates"
+    factor = 1.0
+    for _ in range(8):
+        factor = corrected(factor, expected_s=2.0 * factor, happened_s=40.0)
+    assert factor == pytest.approx(20.0, rel=0.02)
+    slow = msgspec.structs.replace(outlook, transfers=factor)
+    found = choose(forced(fast, ready), slow)
+    assert found.policy == "reroute"
+    assert choose(forced(fast), slow).stall_s == pytest.approx(40.0, rel=0.02)
+    assert corrected(factor, expected_s=0.01, happened_s=40.0) == factor
+
+
+def test_last_holders_at_risk_cost_what_a_return_would_undo() -> None:
+    risky, safe = course(1.0, exposure=ALONE), course(1.1, exposure=SAFE)
+    saved = msgspec.structs.replace(expecting(1000.0, 4), behind_steps=1, every_steps=2)
+    unsaved = msgspec.structs.replace(saved, behind_steps=5000, every_steps=math.inf)
+    assert choose(forced(risky, safe), saved).step_s == 1.0
+    assert choose(forced(risky, safe), unsaved).step_s == 1.1
+
+
+def test_nothing_voluntary_makes_a_step_longer_unless_more_nodes_can_be_lost() -> None:
+    staying = Staying(step_s=1.0, weight=1.0, guarantee=1, exposure=SAFE)
+    for step_s, guarantee, taken in ((0.9, 1, True), (1.005, 1, True), (1.02, 1, False)):
+        found = Candidates(
+            courses=(course(step_s, guarantee=guarantee),), live=4, staying=staying, before=SAFE
+        )
+        if taken:
+            assert choose(found, expecting(1e5, 4)).step_s == step_s
+        else:
+            with pytest.raises(PlanInfeasible, match="a step would take"):
+                choose(found, expecting(1e5, 4))
+    more = Candidates(courses=(course(2.0, guarantee=2),), live=4, staying=staying, before=SAFE)
+    assert choose(more, expecting(1e5, 4)).step_s == 2.0
+    less = Candidates(courses=(course(0.5, guarantee=0),), live=4, staying=staying, before=SAFE)
+    with pytest.raises(PlanInfeasible, match="fewer nodes could be lost"):
+        choose(less, expecting(1e5, 4))
+
+
+def test_a_change_that_has_to_gain_is_not_made_for_a_short_time() -> None:
+    staying = Staying(step_s=1.0, weight=1.0, guarantee=1, exposure=SAFE)
+    found = Candidates(
+        courses=(course(0.9, stall_s=300.0),), live=4, staying=staying, to_gain=True, before=SAFE
+    )
+    assert choose(found, expecting(10_000.0, 4)).step_s == 0.9
+    with pytest.raises(PlanInfeasible, match="after 300 s of copying"):
+        choose(found, expecting(60.0, 4))
+
+
+def test_a_follow_up_costs_whole_steps_of_the_first_plan() -> None:
+    moved = course(1.0, stall_s=25.0).first
+    both = course(10.0, policy="reroute", behind=moved)
+    stall, routed, switch, last = both.phases(Outlook(), ALONE, None)
+    assert (stall.seconds, switch.seconds) == (CHANGE_S, CHANGE_S)
+    assert (routed.seconds, last.steps_per_s) == (40.0, 1.0)
+    assert both.answer.then == "templates"
+
+
+# ---- The outlook
+
+
+def test_losses_of_a_cluster_are_believed_within_hours() -> None:
+    """30 nodes, one of which is lost every 10 minutes."""
+    losses = Losses()
+    losses.pass_time(0.0, 30)
+    assert 1 / losses.per_node_s() == pytest.approx(MTBF_S)
+    for number in range(1, 31):
+        losses.pass_time(600.0 * number, 30)
+        losses.lose(NodeName(f"n{number}"), 600.0 * number)
+    assert 600 < 1 / (30 * losses.per_node_s()) < 1200
+    quiet = msgspec.structs.replace(losses)
+    quiet.pass_time(30 * 86_400.0, 30)
+    assert 1 / quiet.per_node_s() > 5 * 86_400
+    assert losses.node_s < 31 * 600 * 30, "the copy alone passed the time"
+
+
+def test_losses_of_one_moment_are_one_event() -> None:
+    losses = Losses()
+    for at, node in ((0.0, "a"), (TOGETHER_S, "b"), (1.5 * TOGETHER_S, "c"), (100.0, "d")):
+        losses.pass_time(at, 10)
+        losses.lose(NodeName(node), at)
+    assert {size: round(n, 2) for size, n in losses.events.items() if n > 0.01} == {3: 1, 1: 1}
+    assert losses.sizes == (
+        (1, pytest.approx(2 / 3, rel=0.01)),
+        (3, pytest.approx(1 / 3, rel=0.01)),
+    )
+    assert losses.median_back_s is None
+    losses.come(NodeName("a"), 50.0)
+    losses.come(NodeName("b"), 80.0)
+    losses.come(NodeName("unknown"), 80.0)
+    assert losses.median_back_s == pytest.approx(60.0)
+
+
+def test_the_best_interval_between_checkpoints_is_that_of_least_waste() -> None:
+    save_s, between_s = 5.0, 7200.0
+
+    def waste(every_s: float) -> float:
+        return save_s / every_s + every_s / 2 / between_s
+
+    best = best_interval_s(save_s, between_s)
+    least = min(range(10, 2000), key=waste)
+    assert best == pytest.approx(least, rel=0.01)
