@@ -727,16 +727,18 @@ class JobStatus(_message.Message):
     def __init__(self, job_id: _Optional[str] = ..., name: _Optional[str] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., generation: _Optional[int] = ..., committed_step: _Optional[int] = ..., steps: _Optional[int] = ..., loss: _Optional[float] = ..., tokens_per_s: _Optional[float] = ..., mfu: _Optional[float] = ..., submitted_at: _Optional[float] = ..., started_at: _Optional[float] = ..., finished_at: _Optional[float] = ..., plan: _Optional[_Union[Plan, _Mapping]] = ..., can_lose: _Optional[int] = ..., eta_s: _Optional[float] = ..., reconfigurations: _Optional[int] = ..., policy: _Optional[str] = ..., then: _Optional[str] = ..., directory: _Optional[str] = ..., profile: _Optional[str] = ..., checkpoint: _Optional[str] = ..., checkpoint_step: _Optional[int] = ..., checkpoint_path: _Optional[str] = ..., checkpoint_at: _Optional[float] = ..., outlook: _Optional[_Union[Outlook, _Mapping]] = ..., save_failure: _Optional[str] = ..., evaluation: _Optional[_Union[Evaluation, _Mapping]] = ..., skipped_steps: _Optional[int] = ..., memory: _Optional[_Iterable[_Union[WorkerMemory, _Mapping]]] = ..., data_plane: _Optional[str] = ..., incidents: _Optional[int] = ..., last_incident: _Optional[str] = ..., last_incident_at: _Optional[float] = ..., redo: _Optional[_Union[Redo, _Mapping]] = ..., problem: _Optional[str] = ..., journal_cut_at: _Optional[float] = ..., last_step_age_s: _Optional[float] = ..., records_lost: _Optional[int] = ..., lost_records: _Optional[_Iterable[_Union[LostRecords, _Mapping]]] = ...) -> None: ...
 
 class Outlook(_message.Message):
-    __slots__ = ("losses_per_node_day", "next_loss_s", "prior_mtbf_s", "seen")
+    __slots__ = ("losses_per_node_day", "next_loss_s", "prior_mtbf_s", "seen", "back_s")
     LOSSES_PER_NODE_DAY_FIELD_NUMBER: _ClassVar[int]
     NEXT_LOSS_S_FIELD_NUMBER: _ClassVar[int]
     PRIOR_MTBF_S_FIELD_NUMBER: _ClassVar[int]
     SEEN_FIELD_NUMBER: _ClassVar[int]
+    BACK_S_FIELD_NUMBER: _ClassVar[int]
     losses_per_node_day: float
     next_loss_s: float
     prior_mtbf_s: float
     seen: float
-    def __init__(self, losses_per_node_day: _Optional[float] = ..., next_loss_s: _Optional[float] = ..., prior_mtbf_s: _Optional[float] = ..., seen: _Optional[float] = ...) -> None: ...
+    back_s: float
+    def __init__(self, losses_per_node_day: _Optional[float] = ..., next_loss_s: _Optional[float] = ..., prior_mtbf_s: _Optional[float] = ..., seen: _Optional[float] = ..., back_s: _Optional[float] = ...) -> None: ...
 
 class LostRecords(_message.Message):
     __slots__ = ("first_step", "last_step", "why")

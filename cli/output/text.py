@@ -289,10 +289,11 @@ def outlook(job: pb.JobStatus) -> str:
     """Return when the next loss is expected, and by what."""
     found = job.outlook
     known = f"{found.seen:.2g} seen lately" if round(found.seen, 1) else "none seen lately"
+    back = f"; back after {about(found.back_s)}" if found.back_s else ""
     return (
-        f"expected in {_days(found.next_loss_s)}: a node in "
+        f"in about {_days(found.next_loss_s)}; one node: every "
         f"{_days(86_400 / found.losses_per_node_day)} ({known}; recovery.mtbf is "
-        f"{_days(found.prior_mtbf_s)})"
+        f"{_days(found.prior_mtbf_s)}){back}"
     )
 
 

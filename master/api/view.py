@@ -109,6 +109,7 @@ def _outlook(state: ClusterState, job: Job, now: float) -> pb.Outlook:
         next_loss_s=1 / (per_node_s * max(1, len(job.current.members))),
         prior_mtbf_s=prior_s,
         seen=sum(losses.events.values()),
+        back_s=losses.median_back_s or 0.0,
     )
 
 

@@ -235,8 +235,10 @@ def save_in_time(context: Context, job: Job) -> Decision | None:
     if spec is None or spec.every != "auto" or not questions.undisturbed(context.state, job):
         return None
     saved = saves.checkpoint.step if saves.checkpoint is not None else 0
-    if saves.answered < saves.requested or job.seen.steps.committed_step <= saved:
+    if job.seen.steps.committed_step <= saved:
         return None
+    # A request that is not answered in that time is repeated: workers that have answered more than
+    # this head knows of pass over the first.
     interval_s = questions.save_interval_s(context, job)
     last = max(saves.checkpoint_at, saves.requested_at, job.started_at)
     due = context.now + last + interval_s - job.seen.unix(context.now)

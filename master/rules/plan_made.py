@@ -27,7 +27,8 @@ from oobleck.master.state.evidence import carried, transition_stats
 from oobleck.master.state.job import Job
 from oobleck.planner.recovery.answer import Answer
 from oobleck.planner.recovery.chooser import CHANGE_S
-from oobleck.planner.recovery.course import MOVING
+from oobleck.planner.recovery.course import MORPH, MOVING
+from oobleck.planner.recovery.outlook import BACK_S
 from oobleck.planner.recovery.reconfigure import can_lose
 from oobleck.planner.recovery.rules import Next
 
@@ -122,9 +123,10 @@ def _expected(answer: Answer | None, *, boundary: bool) -> Expected | None:
     if answer is None:
         return None
     other = answer.runner_up
+    back_s = BACK_S if answer.policy == MORPH else 0.0
     return Expected(
         step_s=answer.step_s,
-        stall_s=answer.outrun_s if boundary else CHANGE_S + answer.stall_s,
+        stall_s=answer.outrun_s if boundary else CHANGE_S + answer.stall_s + back_s,
         value=answer.value,
         runner_up=None
         if other is None

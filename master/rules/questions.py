@@ -55,7 +55,13 @@ def outlook(context: Context, job: Job) -> Outlook:
     """Return what is expected of the time after a plan for the job that is made now."""
     steps, saved, unix = job.seen.steps, job.saves.checkpoint, job.seen.unix(context.now)
     losses = context.state.losses_until(unix)
+    restored = job.rollback.restored
     done = max(steps.committed_step, steps.furthest_step)
+    if job.rollback.redo_until:  # records do not go back with the state
+        done = steps.furthest_step
+    saved_step = restored.step if restored is not None else 0
+    if saved is not None:
+        saved_step = saved.step
     last = steps.recent[-1] if steps.recent else None
     progress = 0.0
     if last is not None and last.step_seconds > 0:
@@ -64,7 +70,7 @@ def outlook(context: Context, job: Job) -> Outlook:
         per_node_s=losses.per_node_s(job.spec.recovery.mtbf_s),
         sizes=losses.sizes,
         left_steps=max(1.0, job.spec.training.steps - done),
-        behind_steps=max(0, done - (saved.step if saved is not None else 0)),
+        behind_steps=max(0, done - saved_step),
         every_steps=_steps_between_saves(context, job),
         kept=SALVAGE * progress,
         transfers=job.lineage.transfers,

@@ -110,7 +110,9 @@ class Course:
     def answer(self) -> Answer:
         if self.behind is None:
             return self.first
-        return replace(self.first, then="anew" if self.behind.anew else "templates")
+        # Behind a re-routed plan templates follow in any case, and may take that shape too.
+        anew = self.behind.anew and self.first.policy == "templates"
+        return replace(self.first, then="anew" if anew else "templates")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

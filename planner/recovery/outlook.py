@@ -27,8 +27,10 @@ TOGETHER_S = 10.0
 #: Most nodes whose time of loss is remembered, and most times until a return.
 _MOST_LOST = 4096
 _MOST_BACK = 32
-#: Least expected seconds of a transfer that says something, and largest factor on these.
-_LEAST_SEEN_S, _MOST_FACTOR = 0.2, 1000.0
+#: Least expected seconds of a transfer that says something, and bounds of the factor on these.
+_LEAST_SEEN_S, _LEAST_FACTOR, _MOST_FACTOR = 0.2, 0.25, 1000.0
+#: Seconds of a return to a checkpoint, beside the steps that it undoes.
+BACK_S = 30.0
 #: Least and most seconds until the next event that are believed.
 _LEAST_WAIT_S, _MOST_WAIT_S = 1.0, 10 * 365 * 86_400.0
 
@@ -42,9 +44,9 @@ class Losses(msgspec.Struct, kw_only=True):
     node_s: float = 0.0
     #: Number of events by the number of nodes that were lost in each.
     events: dict[int, float] = {}
-    #: Time of the newest event's last loss, and its size.
+    #: Time of the newest event's last loss, and its nodes.
     last_s: float = -math.inf
-    last_size: int = 0
+    last: list[NodeName] = []
     #: Time of loss of nodes that are still away.
     away: dict[NodeName, float] = {}
     #: Times in seconds after which the last lost nodes were back.
@@ -60,13 +62,16 @@ class Losses(msgspec.Struct, kw_only=True):
 
     def lose(self, node: NodeName, now_s: float) -> None:
         """Note a loss; time has passed until then."""
-        size = 1
-        if now_s - self.last_s <= TOGETHER_S:
-            size = self.last_size + 1
+        self.away[node] = now_s
+        if now_s - self.last_s > TOGETHER_S:
+            self.last = []
+        if node in self.last:  # one that comes and goes is no rack
+            return
+        size = len(self.last) + 1
+        if size > 1:
             self.events[size - 1] = max(0.0, self.events.get(size - 1, 0.0) - 1)
         self.events[size] = self.events.get(size, 0.0) + 1
-        self.last_s, self.last_size = now_s, size
-        self.away[node] = now_s
+        self.last_s, self.last = now_s, [*self.last, node]
         while len(self.away) > _MOST_LOST:
             del self.away[next(iter(self.away))]
 
@@ -96,7 +101,7 @@ class Losses(msgspec.Struct, kw_only=True):
 
 
 class Outlook(msgspec.Struct, frozen=True, kw_only=True):
-    """What is expected of the time after a change."""
+    """Expectations of the time after a change."""
 
     #: Expected events per node and second.
     per_node_s: float = 1 / MTBF_S
@@ -109,7 +114,7 @@ class Outlook(msgspec.Struct, frozen=True, kw_only=True):
     behind_steps: float = 0.0
     every_steps: float = 0.0
     #: Standstill of a return to a checkpoint, seconds.
-    back_s: float = 30.0
+    back_s: float = BACK_S
     #: Share of the broken step that is not done again.
     kept: float = 0.0
     #: Factor on the expected times of transfers, by what they took so far.
@@ -131,6 +136,8 @@ class Outlook(msgspec.Struct, frozen=True, kw_only=True):
         cost = self.back_s * steps_per_s
         if not self.every_steps or ahead <= 0:
             return self.behind_steps + cost
+        if self.behind_steps > self.every_steps:  # saves fail
+            return self.behind_steps + min(ahead, self.every_steps) + cost
         if math.isinf(self.every_steps):
             return self.behind_steps + ahead + cost
         first = max(self.every_steps - self.behind_steps, 0.0)
@@ -146,7 +153,8 @@ def corrected(factor: float, *, expected_s: float, happened_s: float) -> float:
     of ratios, since one transfer may be beside other traffic."""
     if expected_s < _LEAST_SEEN_S or happened_s <= 0:
         return factor
-    return min(max(factor * math.sqrt(happened_s / expected_s), 1 / _MOST_FACTOR), _MOST_FACTOR)
+    found = factor * math.sqrt(happened_s / expected_s)
+    return min(max(found, _LEAST_FACTOR), _MOST_FACTOR)
 
 
 def best_interval_s(save_s: float, between_s: float) -> float:

@@ -32,7 +32,14 @@ from oobleck.planner.recovery.answer import (
     situation,
     splitting_weight,
 )
-from oobleck.planner.recovery.chooser import Candidates, Course, Staying, choose, weighed_s
+from oobleck.planner.recovery.chooser import (
+    LEAST_GAIN,
+    Candidates,
+    Course,
+    Staying,
+    choose,
+    weighed_s,
+)
 from oobleck.planner.recovery.normalise import normalised, promising
 from oobleck.planner.recovery.outlook import Outlook
 from oobleck.planner.recovery.reconfigure import can_lose
@@ -75,7 +82,11 @@ def for_change(change: Change, wanted: RecoveryPolicy) -> Candidates:
     """
     lost = not frozenset(change.live).issuperset(change.plan.nodes)
     if wanted == "morph":
-        return only(change, morphed(change))
+        try:
+            return only(change, morphed(change))
+        except PlanInfeasible as infeasible:
+            instead = _instead("reroute", "morph", infeasible, change)
+            return _forced([_course(change, each) for each in instead], change)
     first, other = _REROUTE_FIRST if wanted == "reroute" and lost else _TEMPLATES_FIRST
     try:
         found = _WAYS[first](change)
@@ -90,7 +101,12 @@ def for_change(change: Change, wanted: RecoveryPolicy) -> Candidates:
     courses = [_course(change, each) for each in found]
     if wanted == "auto" and lost:
         best = _anew_if_better(change, found)
-        courses += [_course(change, each, best) for each in found if best]
+        # At the boundary it has to gain as much.
+        courses += [
+            _course(change, each, best)
+            for each in found
+            if best and weighed_s(best) <= (1 - LEAST_GAIN) * weighed_s(each)
+        ]
         courses += [_course(change, best)] if best else []
         with suppress(PlanInfeasible):
             (routed,) = _WAYS["reroute"](change)
@@ -148,7 +164,7 @@ def morphed(change: Change) -> Answer:
     the newest checkpoint. Raises PlanInfeasible."""
     found = by_templates(change)
     with suppress(PlanInfeasible):
-        best = anew(change)
+        best = anew(change) if len(change.live) <= _MOST_ANEW else found
         if weighed_s(best) <= (1 - _LEAST_ANEW) * weighed_s(found):
             found = best
     return replace(found, policy="morph", moved_bytes=0, stall_s=0.0, outrun_bytes=0, outrun_s=0.0)

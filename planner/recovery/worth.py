@@ -1,4 +1,4 @@
-"""Answers to lost and joining nodes, and whether a voluntary change is worth it. Pure.
+"""Answers to lost and joining nodes, and offers that may be worth a voluntary change. Pure.
 
 Owns the answers by templates and by re-routing, and the shadows that follow them.
 """
@@ -39,6 +39,8 @@ from oobleck.planner.search.shares import share_batch
 
 #: Least share of a step that another cut of equal T must gain.
 _LEAST_RECUT = 0.01
+#: Most live nodes with several plans of templates to choose from: a loss waits for them.
+_MOST_NODES = 64
 #: Most offers that are left to choose from: each is proven, which takes time.
 _MOST_OFFERS = 3
 
@@ -181,7 +183,7 @@ def ways_by_templates(change: Change) -> Sequence[Answer]:
     PlanInfeasible."""
     replays = change.replays or Replays(change.profile, tied=change.tied)
     base, why = _base_for_rates(change)
-    found = reconfigure(
+    found: Sequence[Reconfiguration] = reconfigure(
         base,
         change.live,
         templates=change.templates,
@@ -191,6 +193,8 @@ def ways_by_templates(change: Change) -> Sequence[Answer]:
         judge=change.judge,
         costs=change.costs,
     )
+    if len(change.live) > _MOST_NODES:
+        found = found[:1]
     return [
         way
         for each in found

@@ -455,7 +455,8 @@ class Replay:
         self._looked = None
 
     def _count_losses(self, instant: Instant) -> None:
-        """Count losses and returns, as the master does. Nodes that leave as announced fail not."""
+        """Count losses and returns, as the master does. A node that leaves as announced has not
+        failed."""
         self._losses.pass_time(instant.time_s, len(self._live))
         for name in instant.removed:
             if name not in self._draining:

@@ -37,7 +37,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Instant:
-    """All that happens at one time, as one event."""
+    """Events of one time, which are answered as one."""
 
     time_s: float
     #: Line of its first row.

@@ -180,6 +180,18 @@ def test_what_part_of_its_gpus_a_job_reaches_is_told_where_it_is_known() -> None
     assert "12,346 tokens/s (42% of the GPUs' peak), about" in text.job_text(job(mfu=0.417))
 
 
+def test_status_of_a_job_tells_when_the_next_loss_is_expected() -> None:
+    outlook = pb.Outlook(losses_per_node_day=0.5, next_loss_s=43_200, prior_mtbf_s=30 * 86_400)
+    job = pb.JobStatus(outlook=outlook)
+    assert text.outlook(job) == (
+        "in about 12 h 00 min; one node: every 2 days (none seen lately; recovery.mtbf is 30 days)"
+    )
+    job.outlook.seen, job.outlook.back_s = 3.04, 600
+    assert text.outlook(job).endswith(
+        "(3 seen lately; recovery.mtbf is 30 days); back after 10 min 00 s"
+    )
+
+
 def test_status_of_a_job_says_how_old_its_checkpoint_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "time", lambda: 1_000_000.0)
     saved = job(

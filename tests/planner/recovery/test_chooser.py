@@ -298,6 +298,20 @@ def test_losses_of_one_moment_are_one_event() -> None:
     assert losses.median_back_s == pytest.approx(60.0)
 
 
+def test_a_node_that_comes_and_goes_is_no_rack() -> None:
+    losses = Losses()
+    for at in (0.0, 3.0, 6.0):
+        losses.pass_time(at, 10)
+        losses.lose(NodeName("a"), at)
+        losses.come(NodeName("a"), at + 1)
+    assert {size for size, n in losses.events.items() if n > 0.01} == {1}
+
+
+def test_where_saves_fail_a_return_undoes_all_since_the_last_one() -> None:
+    outlook = Outlook(behind_steps=5000, every_steps=100, back_s=0.0)
+    assert outlook.undone_steps(1.0, 1000.0) == 5100
+
+
 def test_the_best_interval_between_checkpoints_is_that_of_least_waste() -> None:
     save_s, between_s = 5.0, 7200.0
 
