@@ -6,8 +6,7 @@ applied to the hit pipelines, and new sizes for all live nodes
 
 1. kept guarantees: as many pipelines as f asks for, as far as the nodes allow it, and no idle node;
 2. step time, with the time to move state spread over the time that the plan is used for, which is
-   not known here: the best for a short, a usual and a long time are all returned; candidates
-   within a band of the best are equal;
+   not known here (`USES`); candidates within a band of the best are equal;
 3. where no node is lost, the most pipelines, which survive more losses; after a loss the job waits
    for its state, so bytes come first;
 4. bytes of state that move (`oobleck.planner.recovery.placement`);
@@ -45,14 +44,9 @@ Templates = Mapping[int, PipelineTemplate]
 
 #: Costs this close, as parts of the best step time, are equal: the estimate is not more exact.
 TIE = Fraction(1, 100)
-#: Seconds that a plan may be used for, with the costs that are equal then. The paper's worst case,
-#: a loss every ten minutes, comes first. Over a day a small part of a step is worth more than any
-#: transfer.
-USES: tuple[tuple[float, Fraction], ...] = (
-    (600.0, TIE),
-    (60.0, TIE),
-    (86_400.0, Fraction(0)),
-)
+#: Seconds that a plan is expected to be used for, with the costs that are equal then: the paper's
+#: worst case, a loss every ten minutes. Each further one gives a further plan to choose from.
+USES: tuple[tuple[float, Fraction], ...] = ((600.0, TIE),)
 #: Most sizes whose step time is judged.
 _MOST_JUDGED = 6
 #: Most of these that are new sizes.

@@ -39,8 +39,6 @@ from oobleck.planner.search.shares import share_batch
 
 #: Least share of a step that another cut of equal T must gain.
 _LEAST_RECUT = 0.01
-#: Most live nodes with several plans of templates to choose from: a loss waits for them.
-_MOST_NODES = 64
 #: Most offers that are left to choose from: each is proven, which takes time.
 _MOST_OFFERS = 3
 
@@ -193,8 +191,6 @@ def ways_by_templates(change: Change) -> Sequence[Answer]:
         judge=change.judge,
         costs=change.costs,
     )
-    if len(change.live) > _MOST_NODES:
-        found = found[:1]
     return [
         way
         for each in found
@@ -224,8 +220,7 @@ def anew(change: Change) -> Answer:
 def _settled(
     found: Reconfiguration, change: Change, replays: Replays, *, recut: bool = True
 ) -> Sequence[Answer]:
-    """Return the answers with the plan under its schedule, with the shadows that move no state:
-    under its best cuts, and as it is, which may move less."""
+    """Return the answer with the plan under its schedule, with the shadows that move no state."""
     plan = found.plan.with_rates(change.rates)
     if plan.rates or change.base.rates:
         plan = reshared(plan, change.profile)
@@ -259,7 +254,7 @@ def _settled(
 
 
 def _best_of_equals(plan: Plan, change: Change, replays: Replays) -> list[Plan]:
-    """Return the plan under its best schedule, behind the one with the best cuts if that is faster.
+    """Return the plan under its best schedule, with the best cuts.
 
     Cuts of equal T leave unlike room for what a schedule keeps. So where a faster schedule does not
     fit, the other cuts are tried for each size of the new pipelines.
@@ -296,7 +291,7 @@ def _best_of_equals(plan: Plan, change: Change, replays: Replays) -> list[Plan]:
         scheduled = replace(each, schedule=choice.schedule)
         found.append((choice.step_s * splitting_weight(scheduled), scheduled))
     least_s, best = min(found, key=lambda one: one[0])
-    return [best, first] if least_s < found[0][0] * (1 - _LEAST_RECUT) else [first]
+    return [best] if least_s < found[0][0] * (1 - _LEAST_RECUT) else [first]
 
 
 def _base_for_rates(change: Change) -> tuple[Plan, str]:
