@@ -76,7 +76,7 @@ class StepTable(Shapes):
         )
 
     def first(self, nodes: int, pipelines: int | None = None) -> Outcome:
-        return self._outcome(tuple(-1 - seat for seat in range(nodes)))
+        return self._measured(tuple(-1 - seat for seat in range(nodes)))
 
     def ask(
         self,
@@ -88,9 +88,9 @@ class StepTable(Shapes):
         outlook: Outlook | None = None,
     ) -> Outcome:
         stay = [seat for seat in range(len(shape.nodes)) if seat not in gone]
-        return self._outcome((*stay, *(-1 - seat for seat in range(fresh))))
+        return self._measured((*stay, *(-1 - seat for seat in range(fresh))))
 
-    def _outcome(self, seats: tuple[int, ...]) -> Outcome:
+    def _measured(self, seats: tuple[int, ...]) -> Outcome:
         if len(seats) not in self._shapes:
             raise PlanInfeasible(f"nothing is measured for {len(seats)} nodes")
         step_s = self._step_s[len(seats)]
