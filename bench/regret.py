@@ -17,6 +17,7 @@ All steps are weighed by what splitting the backward may cost, which profiles la
 """
 
 import argparse
+import contextlib
 import math
 import random
 import statistics
@@ -31,11 +32,12 @@ from oobleck.core.schedules import Schedule
 from oobleck.planner.cost.estimate import estimate_step
 from oobleck.planner.recovery.answer import Answer, Change, splitting_weight
 from oobleck.planner.recovery.chooser import CHANGE_S, choose
-from oobleck.planner.recovery.outlook import expecting
+from oobleck.planner.recovery.course import behind_answer
+from oobleck.planner.recovery.outlook import Outlook, expecting
 from oobleck.planner.recovery.policies import answer as chosen
 from oobleck.planner.recovery.policies import answers, unforced
 from oobleck.planner.recovery.reconfigure import can_lose
-from oobleck.planner.recovery.terms import Terms
+from oobleck.planner.recovery.terms import Terms, after, ask
 from oobleck.planner.recovery.worth import anew
 from oobleck.planner.search.catalogue import Catalogue
 from oobleck.planner.search.firstplan import make_first_plan, node_specification
@@ -124,6 +126,15 @@ def candidates(change: Change, best: Answer) -> Iterator[tuple[Answer, ...]]:
         yield own["reroute"], own["templates"]
 
 
+def follow_up(change: Change, taken: Answer, outlook: Outlook) -> tuple[Answer, ...]:
+    """Return what the boundary makes of the intended follow-up; nothing where it is refused."""
+    if taken.then not in ("templates", "anew"):
+        return ()
+    with contextlib.suppress(PlanInfeasible):
+        return (choose(ask(after(change, taken), behind_answer(taken.then)), outlook),)
+    return ()
+
+
 def guarantee(last: Answer, most: int) -> int:
     return min(can_lose(last.found.plan), most)
 
@@ -139,8 +150,7 @@ def examine(seed: int) -> Outcome:
     outlook = expecting(case.wait_s, len(case.left))
     taken = chosen(change, "auto", outlook)
     by_templates = chosen(change, "templates", outlook)
-    behind = {"templates": by_templates, "anew": best}.get(taken.then or "")
-    course = (taken,) if behind is None else (taken, behind)
+    course = (taken, *follow_up(change, taken, outlook))
     kept = guarantee(course[-1], case.f)
     most = max(
         committed(one, case.wait_s)

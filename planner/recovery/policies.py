@@ -51,7 +51,6 @@ from oobleck.planner.recovery.worth import (
     by_templates,
     shadowed,
     shadows_behind,
-    ways_by_templates,
     with_following,
 )
 
@@ -85,43 +84,38 @@ def for_change(change: Change, wanted: RecoveryPolicy) -> Candidates:
         try:
             return only(change, morphed(change))
         except PlanInfeasible as infeasible:
-            instead = _instead("reroute", "morph", infeasible, change)
-            return _forced([_course(change, each) for each in instead], change)
+            return only(change, _instead("reroute", "morph", infeasible, change))
     first, other = _REROUTE_FIRST if wanted == "reroute" and lost else _TEMPLATES_FIRST
     try:
-        found = _WAYS[first](change)
+        found = _MAKERS[first](change)
     except PlanInfeasible as infeasible:
-        instead = _instead(other, first, infeasible, change)
-        return _forced([_course(change, each) for each in instead], change)
+        return only(change, _instead(other, first, infeasible, change))
     if first == "reroute":
-        (routed,) = found
-        if promising(change, routed.found.plan):
-            routed = replace(routed, then="normalise")
-        return _forced([_course(change, routed)], change)
-    courses = [_course(change, each) for each in found]
-    if wanted == "auto" and lost:
-        best = _anew_if_better(change, found)
-        # At the boundary it has to gain as much.
-        courses += [
-            _course(change, each, best)
-            for each in found
-            if best and weighed_s(best) <= (1 - LEAST_GAIN) * weighed_s(each)
-        ]
-        courses += [_course(change, best)] if best else []
-        with suppress(PlanInfeasible):
-            (routed,) = _WAYS["reroute"](change)
-            behind = [*found, best] if best else found
-            courses.append(_course(change, routed))
-            courses += [_course(change, routed, each) for each in behind]
+        if promising(change, found.found.plan):
+            found = replace(found, then="normalise")
+        return only(change, found)
+    if wanted != "auto" or not lost:
+        return only(change, found)
+    offers = [found, *_anew_if_better(change, found)]
+    courses = [_course(change, each) for each in offers]
+    # At the boundary it has to gain as much.
+    courses += [
+        _course(change, found, best)
+        for best in offers[1:]
+        if weighed_s(best) <= (1 - LEAST_GAIN) * weighed_s(found)
+    ]
+    with suppress(PlanInfeasible):
+        routed = by_reroute(change)
+        courses.append(_course(change, routed))
+        courses += [_course(change, routed, each) for each in offers]
     return _forced(courses, change)
 
 
 def unforced(change: Change) -> Candidates:
     """Return plans of templates where nothing forces a change: nodes have joined, or a re-routed
     plan trains. Raises PlanInfeasible."""
-    found = list(ways_by_templates(change))
-    best = _anew_if_better(change, found)
-    return _candidates(change, [*found, best] if best else found)
+    found = by_templates(change)
+    return _candidates(change, [found, *_anew_if_better(change, found)])
 
 
 def reshaped(change: Change) -> Candidates:
@@ -163,10 +157,7 @@ def morphed(change: Change) -> Answer:
     """Answer with the best shape for the live nodes, whatever they hold: the state is to come from
     the newest checkpoint. Raises PlanInfeasible."""
     found = by_templates(change)
-    with suppress(PlanInfeasible):
-        best = anew(change) if len(change.live) <= _MOST_ANEW else found
-        if weighed_s(best) <= (1 - _LEAST_ANEW) * weighed_s(found):
-            found = best
+    found = next(iter(_anew_if_better(change, found)), found)
     return replace(found, policy="morph", moved_bytes=0, stall_s=0.0, outrun_bytes=0, outrun_s=0.0)
 
 
@@ -178,9 +169,9 @@ def only(change: Change, found: Answer) -> Candidates:
 def answers(change: Change) -> Answers:
     """Return every policy's own answer, or its refusal."""
     found: dict[Policy, Answer | PlanInfeasible] = {}
-    for policy, make in _WAYS.items():
+    for policy, make in _MAKERS.items():
         try:
-            found[policy] = make(change)[0]
+            found[policy] = make(change)
         except PlanInfeasible as infeasible:
             found[policy] = infeasible
     return found
@@ -230,35 +221,29 @@ def _course(change: Change, first: Answer, behind: Answer | None = None) -> Cour
     )
 
 
-def _anew_if_better(change: Change, found: Sequence[Answer]) -> Answer | None:
-    """Return the shape of a first plan if its step is shorter than those found."""
+def _anew_if_better(change: Change, found: Answer) -> Sequence[Answer]:
+    """Return the shape of a first plan if its step is shorter than what was found; else nothing."""
     if len(change.live) > _MOST_ANEW:
-        return None
+        return []
     try:
         best = anew(change)
     except PlanInfeasible:
-        return None
-    most_s = (1 - _LEAST_ANEW) * min(map(weighed_s, found))
-    return best if weighed_s(best) <= most_s else None
+        return []
+    return [best] if weighed_s(best) <= (1 - _LEAST_ANEW) * weighed_s(found) else []
 
 
-def _instead(other: Policy, first: Policy, why: PlanInfeasible, change: Change) -> Sequence[Answer]:
+def _instead(other: Policy, first: Policy, why: PlanInfeasible, change: Change) -> Answer:
     """Answer by the other policy, with the first one's refusal in the reason. Where both refuse,
     the error of `templates` is raised, since an operator can act on that."""
     try:
-        ways = _WAYS[other](change)
+        found = _MAKERS[other](change)
     except PlanInfeasible as infeasible:
         raise (infeasible if other == "templates" else why) from None
-    return [
-        replace(
-            each,
-            found=replace(each.found, reason=f"{each.found.reason}; not by {first}: {why}"),
-        )
-        for each in ways
-    ]
+    reason = f"{found.found.reason}; not by {first}: {why}"
+    return replace(found, found=replace(found.found, reason=reason))
 
 
-_WAYS: Mapping[Policy, Callable[[Change], Sequence[Answer]]] = {
-    "templates": ways_by_templates,
-    "reroute": lambda change: [by_reroute(change)],
+_MAKERS: Mapping[Policy, Callable[[Change], Answer]] = {
+    "templates": by_templates,
+    "reroute": by_reroute,
 }

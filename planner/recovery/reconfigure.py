@@ -5,14 +5,14 @@ applied to the hit pipelines, and new sizes for all live nodes
 (`oobleck.planner.search.instantiate`). The criteria, in this order:
 
 1. kept guarantees: as many pipelines as f asks for, as far as the nodes allow it, and no idle node;
-2. step time, with the time to move state spread over the time that the plan is used for, which is
-   not known here (`USES`); candidates within a band of the best are equal;
+2. step time, with the time to move state spread over the time that the plan is used for (`USE_S`);
+   candidates within a band of the best are equal;
 3. where no node is lost, the most pipelines, which survive more losses; after a loss the job waits
    for its state, so bytes come first;
 4. bytes of state that move (`oobleck.planner.recovery.placement`);
 5. the paper's order of rules: reinstantiate, borrow, merge, then new sizes.
 
-Owns the candidates by templates. Must not know the workers' real holdings:
+Owns the plan of templates. Must not know the workers' real holdings:
 `oobleck.planner.programs.transfer` checks whether all layers are still held.
 """
 
@@ -42,11 +42,11 @@ from oobleck.planner.search.templates import feasible_sizes, generate_templates
 
 Templates = Mapping[int, PipelineTemplate]
 
+#: Seconds that a plan is expected to be used for, over which its transfer is spread: the paper's
+#: worst case is a loss every ten minutes.
+USE_S = 600.0
 #: Costs this close, as parts of the best step time, are equal: the estimate is not more exact.
 TIE = Fraction(1, 100)
-#: Seconds that a plan is expected to be used for, with the costs that are equal then: the paper's
-#: worst case, a loss every ten minutes. Each further one gives a further plan to choose from.
-USES: tuple[tuple[float, Fraction], ...] = ((600.0, TIE),)
 #: Most sizes whose step time is judged.
 _MOST_JUDGED = 6
 #: Most of these that are new sizes.
@@ -81,11 +81,10 @@ def reconfigure(
     generation: Generation,
     judge: Judge = by_formula,
     costs: Costs | None = None,
-) -> Sequence[Reconfiguration]:
-    """Return the plans for the `live` nodes, the best for each of `USES`, without repetition.
+) -> Reconfiguration:
+    """Return the plan for the `live` nodes; raises PlanInfeasible when they cannot hold the model.
 
     `judge` estimates step times; `costs` are those of the templates, where the caller has them.
-    Raises PlanInfeasible when the nodes cannot hold the model.
     """
     alive, before = frozenset(live), frozenset(plan.nodes)
     smallest = min(templates)
@@ -98,37 +97,31 @@ def reconfigure(
     means, demand = _for_nodes(len(alive), means, plan, profile, fault_tolerance)
     if before <= alive and demand.nodes <= len(before):
         # Nodes that this plan cannot use fit into no other plan either.
-        return [
-            Reconfiguration(
-                plan=replace(plan, generation=generation),
-                rule="replace",
-                reason="the nodes are the same: the placement stays",
-                idle=tuple(sorted(alive - before)),
-            )
-        ]
+        return Reconfiguration(
+            plan=replace(plan, generation=generation),
+            rule="replace",
+            reason="the nodes are the same: the placement stays",
+            idle=tuple(sorted(alive - before)),
+        )
     changes, steps = _changes(plan, alive, demand)
     close = worth_judging(demand, steps, most=_MOST_JUDGED)
     anew = [reshaped(sizes, plan, alive) for sizes in close if sizes not in steps]
     timed = _timed([*changes, *anew], _judged(close, demand, means.judge))
-    found = []
-    for best, seats in _least_costs(timed, plan, alive, means.templates, profile):
-        next_plan = put_in_place(
-            best.slots,
-            seats,
-            _shares(best.slots, demand),
-            plan,
-            templates=means.templates,
-            generation=generation,
-        )
-        found.append(
-            Reconfiguration(
-                plan=next_plan,
-                rule=best.rule,
-                reason=best.reason,
-                idle=tuple(sorted(alive - set(next_plan.nodes))),
-            )
-        )
-    return found
+    best, seats = _least_cost(timed, plan, alive, means.templates, profile)
+    next_plan = put_in_place(
+        best.slots,
+        seats,
+        _shares(best.slots, demand),
+        plan,
+        templates=means.templates,
+        generation=generation,
+    )
+    return Reconfiguration(
+        plan=next_plan,
+        rule=best.rule,
+        reason=best.reason,
+        idle=tuple(sorted(alive - set(next_plan.nodes))),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,43 +212,36 @@ def _timed(changes: Sequence[Change], judged: Mapping[Sizes, float]) -> list[tup
     return list(kept.values())
 
 
-def _least_costs(
+def _least_cost(
     timed: Sequence[tuple[float, Change]],
     plan: Plan,
     alive: frozenset[NodeName],
     templates: Templates,
     profile: Profile,
-) -> Sequence[tuple[Change, Seats]]:
-    """Return the changes of least cost of step time and transfer for each of `USES`, with seats.
+) -> tuple[Change, Seats]:
+    """Return the change of least cost of step time and transfer, with its seats.
 
     Ties go to the most pipelines if no node is lost, then to the fewest bytes, then to the first.
     """
     fastest = min(time for time, _ in timed)
     state_bytes = [layer.travelling_bytes for layer in profile.layers]
     rate = profile.links.inter_node_bytes_per_s
-    seated: dict[int, Seats] = {}
-    found: dict[int, tuple[Change, Seats]] = {}
-    for use_s, tie in USES:
-        least = float("inf")
-        ways: list[tuple[float, int, int]] = []
-        for number, (time, change) in sorted(enumerate(timed), key=lambda one: one[1][0]):
-            cost = time / fastest if fastest else 1.0
-            if cost > least + tie:
-                break  # seats only add to the cost
-            if number not in seated:
-                seated[number] = seat(
-                    change.slots, plan, alive, templates=templates, state_bytes=state_bytes
-                )
-            cost += seated[number].busiest_bytes / rate / use_s
-            least = min(least, cost)
-            ways.append((cost, seated[number].moved_bytes, number))
-        close = [way for way in ways if way[0] <= least + tie]
-        if alive.issuperset(plan.nodes):
-            most = max(len(timed[number][1].slots) for *_, number in close)
-            close = [way for way in close if len(timed[way[2]][1].slots) == most]
-        *_, best = min(close, key=lambda way: way[1:])
-        found.setdefault(best, (timed[best][1], seated[best]))
-    return list(found.values())
+    least = float("inf")
+    ways: list[tuple[float, int, int, Change, Seats]] = []
+    for number, (time, change) in sorted(enumerate(timed), key=lambda one: one[1][0]):
+        cost = time / fastest if fastest else 1.0
+        if cost > least + TIE:
+            break  # seats only add to the cost
+        seats = seat(change.slots, plan, alive, templates=templates, state_bytes=state_bytes)
+        cost += seats.busiest_bytes / rate / USE_S
+        least = min(least, cost)
+        ways.append((cost, seats.moved_bytes, number, change, seats))
+    close = [way for way in ways if way[0] <= least + TIE]
+    if alive.issuperset(plan.nodes):
+        most = max(len(change.slots) for *_, change, _ in close)
+        close = [way for way in close if len(way[3].slots) == most]
+    *_, best, seats = min(close, key=lambda way: way[1:3])
+    return best, seats
 
 
 def _shares(slots: Sequence[Slot], demand: Demand) -> list[int]:

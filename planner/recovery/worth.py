@@ -171,17 +171,9 @@ def _listed_anew(found: Plan, change: Change) -> Plan | None:
 
 
 def by_templates(change: Change) -> Answer:
-    """Answer with the plan of templates for the live nodes that is best for a usual time. Raises
-    PlanInfeasible."""
-    return ways_by_templates(change)[0]
-
-
-def ways_by_templates(change: Change) -> Sequence[Answer]:
-    """Return plans of templates for the live nodes, the best for a usual time first. Raises
-    PlanInfeasible."""
-    replays = change.replays or Replays(change.profile, tied=change.tied)
+    """Answer with a plan of templates for the live nodes. Raises PlanInfeasible."""
     base, why = _base_for_rates(change)
-    found: Sequence[Reconfiguration] = reconfigure(
+    found = reconfigure(
         base,
         change.live,
         templates=change.templates,
@@ -191,11 +183,7 @@ def ways_by_templates(change: Change) -> Sequence[Answer]:
         judge=change.judge,
         costs=change.costs,
     )
-    return [
-        way
-        for each in found
-        for way in _settled(replace(each, reason=each.reason + why), change, replays)
-    ]
+    return _settled(replace(found, reason=found.reason + why), change)
 
 
 def anew(change: Change) -> Answer:
@@ -212,48 +200,40 @@ def anew(change: Change) -> Answer:
     slots = [Slot(size=len(each.nodes), kept=None, origin=None) for each in plan.pipelines]
     made = told(tuple(slots), change.base, frozenset(change.live))
     found = Reconfiguration(plan=plan, rule=made.rule, reason=made.reason, idle=idle(change, plan))
+    return replace(_settled(found, change, recut=False), anew=True)
+
+
+def _settled(found: Reconfiguration, change: Change, *, recut: bool = True) -> Answer:
+    """Return the answer with the plan under its schedule, with the shadows that move no state.
+    `recut`: other cuts of equal T are tried."""
     replays = change.replays or Replays(change.profile, tied=change.tied)
-    (settled,) = _settled(found, change, replays, recut=False)
-    return replace(settled, anew=True)
-
-
-def _settled(
-    found: Reconfiguration, change: Change, replays: Replays, *, recut: bool = True
-) -> Sequence[Answer]:
-    """Return the answer with the plan under its schedule, with the shadows that move no state."""
     plan = found.plan.with_rates(change.rates)
     if plan.rates or change.base.rates:
         plan = reshared(plan, change.profile)
-    plans = [plan]
     if change.schedule_named:
-        plans = [keep_schedule(plan, change.profile)]
+        plan = keep_schedule(plan, change.profile)
     elif recut:
-        plans = _best_of_equals(plan, change, replays)
-    answers = []
-    for plan in plans:
-        if change.shadows:
-            # State that moves for shadows must not delay the next step.
-            plan = with_shadows(
-                plan,
-                change.profile,
-                fault_tolerance=change.fault_tolerance,
-                held=change.plan.shards,
-                moving=False,
-            )
-        plan = settled(plan, change.profile)
-        answers.append(
-            answer(
-                "templates",
-                replace(found, plan=plan),
-                replays.estimates([plan], [plan.schedule])[0][plan.schedule].step_s,
-                change,
-                then=shadows_behind(plan, change),
-            )
+        plan = _best_of_equals(plan, change, replays)
+    if change.shadows:
+        # State that moves for shadows must not delay the next step.
+        plan = with_shadows(
+            plan,
+            change.profile,
+            fault_tolerance=change.fault_tolerance,
+            held=change.plan.shards,
+            moving=False,
         )
-    return answers
+    plan = settled(plan, change.profile)
+    return answer(
+        "templates",
+        replace(found, plan=plan),
+        replays.estimates([plan], [plan.schedule])[0][plan.schedule].step_s,
+        change,
+        then=shadows_behind(plan, change),
+    )
 
 
-def _best_of_equals(plan: Plan, change: Change, replays: Replays) -> list[Plan]:
+def _best_of_equals(plan: Plan, change: Change, replays: Replays) -> Plan:
     """Return the plan under its best schedule, with the best cuts.
 
     Cuts of equal T leave unlike room for what a schedule keeps. So where a faster schedule does not
@@ -270,7 +250,7 @@ def _best_of_equals(plan: Plan, change: Change, replays: Replays) -> list[Plan]:
     sizes = [len(pipeline.nodes) for pipeline in plan.pipelines]
     known = change.costs or {}
     if fits_best or plan.rates or not known.keys() >= {*sizes}:
-        return [first]
+        return first
     kept = frozenset(change.base.pipelines)
     new = {n for n, pipeline in zip(sizes, plan.pipelines, strict=True) if pipeline not in kept}
     plans = []
@@ -291,7 +271,7 @@ def _best_of_equals(plan: Plan, change: Change, replays: Replays) -> list[Plan]:
         scheduled = replace(each, schedule=choice.schedule)
         found.append((choice.step_s * splitting_weight(scheduled), scheduled))
     least_s, best = min(found, key=lambda one: one[0])
-    return [best] if least_s < found[0][0] * (1 - _LEAST_RECUT) else [first]
+    return best if least_s < found[0][0] * (1 - _LEAST_RECUT) else first
 
 
 def _base_for_rates(change: Change) -> tuple[Plan, str]:

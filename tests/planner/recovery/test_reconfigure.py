@@ -54,14 +54,14 @@ def after(
     fault_tolerance: int = 1,
 ) -> Reconfiguration:
     live = [node for node in plan.nodes if node not in lose] + [NodeName(n) for n in join]
-    return reconfigure(  # the best for a usual time
+    return reconfigure(
         plan,
         live,
         templates=templates,
         profile=profile,
         fault_tolerance=fault_tolerance,
         generation=Generation(plan.generation + 1),
-    )[0]
+    )
 
 
 def begun(
@@ -513,7 +513,7 @@ def test_losses_and_joins_of_nodes_with_several_gpus(gpus_per_node: int, seed: i
             generation=Generation(plan.generation + 1),
             judge=offer.judge,
             costs=offer.costs,
-        )[0]
+        )
         check(change, plan, live, offer.templates, fault_tolerance)
         check_shards(plan, change.plan, live, profile)
         away = sorted({*away, *lose} - set(change.plan.nodes))
