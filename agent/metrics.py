@@ -21,147 +21,133 @@ from oobleck.host.gpu.sample import GpuSample
 from oobleck.host.metrics import Family, Reading, families_of, single
 
 _SLOT = ("slot",)
-BUILD = Family(
-    "gauge", "oobleck_agent_info", "1; the labels tell node and version.", ("node", "version")
-)
+BUILD = Family("gauge", "oobleck_agent_info", "1; node and version.", ("node", "version"))
 HEARD = Family("gauge", "oobleck_agent_connected", "1 while a master hears the agent.")
-LEAVING = Family("gauge", "oobleck_agent_leaving", "1 once the agent was told to end.")
-SLOTS = Family("gauge", "oobleck_agent_worker_slots", "Workers that the node has room for.")
-UP = Family("gauge", "oobleck_worker_up", "1 where others can call the slot's worker.", _SLOT)
+LEAVING = Family("gauge", "oobleck_agent_leaving", "1 once told to end.")
+SLOTS = Family("gauge", "oobleck_agent_worker_slots", "Room for workers.")
+UP = Family("gauge", "oobleck_worker_up", "1 while the slot's worker can be called.", _SLOT)
 FAILED = Family(
-    "gauge", "oobleck_worker_start_failed", "1 where no worker of the job is started again.", _SLOT
+    "gauge", "oobleck_worker_start_failed", "1 where no worker is started again.", _SLOT
 )
-GENERATION = Family(
-    "gauge", "oobleck_worker_generation", "Newest plan that the worker has entered.", _SLOT
-)
-STEP = Family(
-    "gauge", "oobleck_worker_committed_step", "Newest step that the worker has committed.", _SLOT
-)
+GENERATION = Family("gauge", "oobleck_worker_generation", "Newest plan entered.", _SLOT)
+STEP = Family("gauge", "oobleck_worker_committed_step", "Newest committed step.", _SLOT)
 COMPUTED = Family(
     "counter",
     "oobleck_worker_compute_seconds_total",
-    "Time that the worker has computed in whole steps; it begins anew with each generation.",
+    "Computing time in whole steps of this generation.",
     _SLOT,
 )
 PEAK = Family(
     "gauge",
     "oobleck_worker_device_memory_peak_bytes",
-    "Most memory on the worker's device at a time since its generation began.",
+    "Peak memory on the worker's device in this generation.",
     _SLOT,
 )
 RESIDENT = Family(
-    "gauge", "oobleck_worker_resident_memory_bytes", "Main memory that the worker takes.", _SLOT
+    "gauge", "oobleck_worker_resident_memory_bytes", "Main memory of the worker.", _SLOT
 )
 PROCESSOR = Family(
     "counter",
     "oobleck_worker_processor_seconds_total",
-    "Processor time of the worker's process.",
+    "Processor time of the worker.",
     _SLOT,
 )
 _GPU = ("gpu",)
 INFO = Family(
     "gauge",
     "oobleck_gpu_info",
-    "1 for each GPU of the node's workers; the label gpu is its place on the PCI bus.",
+    "1 per GPU of the node's workers; gpu is its PCI address.",
     ("gpu", "uuid", "name", "driver"),
 )
-READABLE = Family(
-    "gauge", "oobleck_gpu_readable", "1 while NVML tells how the GPU is, 0 where it cannot.", _GPU
-)
+READABLE = Family("gauge", "oobleck_gpu_readable", "1 while NVML can read the GPU.", _GPU)
 SICK = Family(
-    "gauge", "oobleck_gpu_sick", "1 where the GPU has to be reset, or its host restarted.", _GPU
+    "gauge", "oobleck_gpu_sick", "1 where the GPU needs a reset or its host a restart.", _GPU
 )
-TEMPERATURE = Family("gauge", "oobleck_gpu_temperature_celsius", "Temperature of the GPU.", _GPU)
-POWER = Family("gauge", "oobleck_gpu_power_watts", "Power that the GPU takes.", _GPU)
+TEMPERATURE = Family("gauge", "oobleck_gpu_temperature_celsius", "Temperature.", _GPU)
+POWER = Family("gauge", "oobleck_gpu_power_watts", "Power.", _GPU)
 UTILIZATION = Family(
     "gauge",
     "oobleck_gpu_utilization_ratio",
-    "Part of the last moment, a second at most, in which a kernel ran, however few processors it "
-    "used.",
+    "Share of the last second in which any kernel ran.",
     _GPU,
 )
 GPU_MEMORY = Family("gauge", "oobleck_gpu_memory_bytes", "Memory of the GPU.", _GPU)
-USED = Family("gauge", "oobleck_gpu_memory_used_bytes", "Memory that is taken, by whomever.", _GPU)
+USED = Family("gauge", "oobleck_gpu_memory_used_bytes", "Memory taken, by anybody.", _GPU)
 CLOCK = Family("gauge", "oobleck_gpu_clock_hertz", "Clock of the multiprocessors.", _GPU)
-MOST_CLOCK = Family("gauge", "oobleck_gpu_most_clock_hertz", "The highest that it can be.", _GPU)
+MOST_CLOCK = Family("gauge", "oobleck_gpu_most_clock_hertz", "Highest clock.", _GPU)
 HELD = Family(
     "gauge",
     "oobleck_gpu_clock_held_down",
-    "1 where the clock is held down for that reason.",
+    "1 where that reason holds the clock down.",
     ("gpu", "reason"),
 )
 ECC = Family(
     "counter",
     "oobleck_gpu_ecc_errors_total",
-    "Errors of memory that ECC corrected, or could not, since the driver was loaded.",
+    "Memory errors since the driver was loaded.",
     ("gpu", "corrected"),
 )
 REMAPPED = Family(
     "gauge",
     "oobleck_gpu_remapped_rows",
-    "Rows of memory that were replaced for errors that ECC could not correct.",
+    "Memory rows replaced for uncorrected errors.",
     _GPU,
 )
 RESET_WANTED = Family(
     "gauge",
     "oobleck_gpu_reset_wanted",
-    "1 where a bad row or page of memory is replaced with the next reset.",
+    "1 where the next reset replaces bad memory.",
     _GPU,
 )
 XIDS = Family(
     "counter",
     "oobleck_gpu_xids_total",
-    "Errors that the driver has reported since the agent began, by their number in NVIDIA's "
-    "catalogue of Xids; the label gpu is empty where it does not say which GPU's.",
+    "The driver's errors since the agent began, by NVIDIA's Xid; gpu is empty where unknown.",
     ("gpu", "xid"),
 )
 PROCESSORS = Family("gauge", "oobleck_host_processors", "Processors of the host.")
 BUSY = Family(
     "counter",
     "oobleck_host_processor_seconds_total",
-    "Time of the host's processors, by what they spent it on.",
+    "Processor time, by use.",
     ("mode",),
 )
-LOAD = Family("gauge", "oobleck_host_load", "Processes that ran or waited, over the last minute.")
+LOAD = Family("gauge", "oobleck_host_load", "Load of the last minute.")
 MEMORY = Family("gauge", "oobleck_host_memory_bytes", "Memory of the host.")
-AVAILABLE = Family(
-    "gauge", "oobleck_host_memory_available_bytes", "Memory that processes can still get."
-)
-SWAPPED = Family("gauge", "oobleck_host_swap_used_bytes", "Memory that is swapped out.")
+AVAILABLE = Family("gauge", "oobleck_host_memory_available_bytes", "Memory still available.")
+SWAPPED = Family("gauge", "oobleck_host_swap_used_bytes", "Swapped memory.")
 DISK = Family(
     "gauge",
     "oobleck_host_disk_bytes",
-    "Size of a file system on a local disk that can be written.",
+    "Size of a writable local file system.",
     ("mount",),
 )
 DISK_FREE = Family(
     "gauge",
     "oobleck_host_disk_free_bytes",
-    "Room left on it for other users than root.",
+    "Room left on it for users.",
     ("mount",),
 )
-DISK_READ = Family(
-    "counter", "oobleck_host_disk_read_bytes_total", "Bytes read of a whole disk.", ("disk",)
-)
+DISK_READ = Family("counter", "oobleck_host_disk_read_bytes_total", "Bytes read.", ("disk",))
 DISK_WRITTEN = Family(
-    "counter", "oobleck_host_disk_written_bytes_total", "Bytes written to a whole disk.", ("disk",)
+    "counter", "oobleck_host_disk_written_bytes_total", "Bytes written.", ("disk",)
 )
 RECEIVED = Family(
     "counter",
     "oobleck_host_network_received_bytes_total",
-    "Bytes received at an interface, by workers and all else.",
+    "Bytes received.",
     ("interface",),
 )
 SENT = Family(
     "counter",
     "oobleck_host_network_sent_bytes_total",
-    "Bytes sent at an interface, by workers and all else.",
+    "Bytes sent.",
     ("interface",),
 )
 ERRORS = Family(
     "counter",
     "oobleck_host_network_errors_total",
-    "Packets with errors, and dropped ones, at an interface.",
+    "Packets with errors, or dropped.",
     ("interface",),
 )
 _MODES = ("user", "system", "iowait", "steal", "idle")

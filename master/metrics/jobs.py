@@ -22,51 +22,43 @@ def _counter(name: str, help_text: str) -> Family:
     return Family("counter", f"oobleck_job_{name}_total", help_text, _JOB)
 
 
-JOBS = Family("gauge", "oobleck_jobs", "Jobs that the master knows, by their state.", ("state",))
-SUBMITTED = Family("counter", "oobleck_jobs_submitted_total", "Jobs that were ever submitted.")
-INFO = Family(
-    "gauge", "oobleck_job_info", "1; the labels tell the name of the job.", ("job_id", "name")
-)
-STATE = Family(
-    "gauge", "oobleck_job_state", "1 for the state that the job is in.", ("job_id", "state")
-)
+JOBS = Family("gauge", "oobleck_jobs", "Jobs by state.", ("state",))
+SUBMITTED = Family("counter", "oobleck_jobs_submitted_total", "Submitted jobs.")
+INFO = Family("gauge", "oobleck_job_info", "1; the job's name.", ("job_id", "name"))
+STATE = Family("gauge", "oobleck_job_state", "1 for the job's state.", ("job_id", "state"))
 
-STEPS = _gauge("target_steps", "Steps that the job is to train.")
-COMMITTED = _gauge("committed_step", "Newest step whose record is in metrics.jsonl.")
-GENERATION = _gauge("generation", "Number of the newest plan.")
-NODES = _gauge("nodes", "Nodes of the newest plan that are not lost.")
+STEPS = _gauge("target_steps", "Steps to train.")
+COMMITTED = _gauge("committed_step", "Newest step in metrics.jsonl.")
+GENERATION = _gauge("generation", "Newest plan's number.")
+NODES = _gauge("nodes", "Live nodes of the newest plan.")
 PIPELINES = _gauge("pipelines", "Pipelines of the newest plan.")
-TOLERANCE = _gauge("fault_tolerance", "Losses of nodes at a time that the job asks to survive.")
-CAN_LOSE = _gauge("can_lose_nodes", "Nodes that may be lost now without a checkpoint.")
-SLOW = _gauge("slow_workers", "Workers that compute more slowly than the others.")
+TOLERANCE = _gauge("fault_tolerance", "Lost nodes that the job wants to survive.")
+CAN_LOSE = _gauge("can_lose_nodes", "Nodes that it can lose now.")
+SLOW = _gauge("slow_workers", "Slow workers.")
 SUBMITTED_AT = _gauge("submitted_timestamp_seconds", "Unix time of the submission.")
 STARTED_AT = _gauge("started_timestamp_seconds", "Unix time of the job's first turn.")
 FINISHED_AT = _gauge("finished_timestamp_seconds", "Unix time of the job's end.")
 
 LOSS = _gauge("loss", "Training loss of the newest step.")
 GRADIENT = _gauge("gradient_norm", "Norm of the gradient in the newest step.")
-STEP_S = _gauge("step_seconds", "Median time of the last ten steps.")
-STEP_AGE = _gauge("last_step_age_seconds", "Time since the newest step, of a job that goes on.")
-SPEED = _gauge("tokens_per_second", "Tokens trained per second, over the last ten steps.")
-MFU = _gauge(
-    "mfu_ratio", "Part of the peak of its GPUs that it reaches; absent where that is not known."
-)
-EVALUATED = _gauge("evaluation_loss", "Loss of the newest evaluation on held-out data.")
-CHECKPOINT = _gauge("checkpoint_step", "Step of the newest checkpoint; 0: there is none.")
-SAVES_FAIL = _gauge(
-    "save_failing", "1 while the newest checkpoint of a job that goes on could not be written."
-)
-LOST = _gauge("records_lost", "Steps whose records are lost, which metrics.jsonl lacks.")
+STEP_S = _gauge("step_seconds", "Median of the last ten steps.")
+STEP_AGE = _gauge("last_step_age_seconds", "Time since the newest step of an unfinished job.")
+SPEED = _gauge("tokens_per_second", "Tokens per second of the last ten steps.")
+MFU = _gauge("mfu_ratio", "Share of its GPUs' peak; absent where unknown.")
+EVALUATED = _gauge("evaluation_loss", "Loss of the newest evaluation.")
+CHECKPOINT = _gauge("checkpoint_step", "Step of the newest checkpoint, or 0.")
+SAVES_FAIL = _gauge("save_failing", "1 while an unfinished job's newest checkpoint failed.")
+LOST = _gauge("records_lost", "Steps that metrics.jsonl lacks.")
 GOODPUT = _gauge(
     "goodput_ratio",
-    "Share of the time since the first step counted that went into steps that were kept.",
+    "Share of time in kept steps, since the first one counted.",
 )
 
-SKIPPED = _counter("skipped_steps", "Steps that nobody applied, since gradients were not finite.")
+SKIPPED = _counter("skipped_steps", "Steps skipped as gradients were not finite.")
 CHANGES = _counter("reconfigurations", "Plans after the first one.")
 INCIDENTS = _counter("incidents", "Failures and slowdowns, open ones too.")
-TRAINED = _counter("training_seconds", "Time of the steps that were kept, each counted once.")
-COUNTED = _counter("steps", "Steps that were committed, each counted once.")
+TRAINED = _counter("training_seconds", "Time of kept steps, each counted once.")
+COUNTED = _counter("steps", "Committed steps, each counted once.")
 TOKENS = _counter("tokens", "Tokens of these steps.")
 PHASES = Family(
     "counter",
@@ -74,31 +66,27 @@ PHASES = Family(
     "Time of recoveries, by phase.",
     ("job_id", "phase"),
 )
-RECOVERIES = _counter(
-    "recoveries", "Changes of plan that have ended, at a step or at the next change."
-)
-STALL = _counter("stall_seconds", "Time without a committed step in recoveries, less one step.")
-MOVED = _counter("recovery_received_bytes", "State that workers received in recoveries.")
-REDONE = _counter("redone_steps", "Steps that were begun or committed, and done again.")
-SALVAGED = _counter("salvaged_microbatches", "Micro-batches of these that need not be redone.")
-WORKERS_LOST = _counter("workers_lost", "Workers that were lost while their node lived.")
-SAVED = _counter("checkpoints", "Checkpoints that were published.")
+RECOVERIES = _counter("recoveries", "Finished changes of plan.")
+STALL = _counter("stall_seconds", "Time without a commit in recoveries, less one step.")
+MOVED = _counter("recovery_received_bytes", "State received in recoveries.")
+REDONE = _counter("redone_steps", "Steps done again.")
+SALVAGED = _counter("salvaged_microbatches", "Micro-batches of these that were kept.")
+WORKERS_LOST = _counter("workers_lost", "Workers lost on live nodes.")
+SAVED = _counter("checkpoints", "Published checkpoints.")
 SAVED_BYTES = _counter("checkpoint_bytes", "Bytes of these checkpoints.")
-SAVED_S = _counter(
-    "checkpoint_seconds", "Time from each step's end until its checkpoint was there."
-)
-SAVE_FAILURES = _counter("save_failures", "Checkpoints and outputs that could not be written.")
+SAVED_S = _counter("checkpoint_seconds", "Time from each step's end to its checkpoint.")
+SAVE_FAILURES = _counter("save_failures", "Failed checkpoints and outputs.")
 
 PLANS = Family(
     "counter",
     "oobleck_plans_total",
-    "Plans that were made, by cause and policy.",
+    "Plans by cause and policy.",
     ("cause", "policy"),
 )
 RECONFIGURATION = Family(
     "histogram",
     "oobleck_reconfiguration_seconds",
-    "From the first evidence to the first step of the plan that answers it.",
+    "From the first evidence to the answering plan's first step.",
     ("cause",),
 )
 

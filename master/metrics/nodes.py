@@ -17,50 +17,38 @@ LOST_BY = ("witnesses", "lease", "restarted", "left")
 NODES = Family(
     "gauge",
     "oobleck_nodes",
-    "Nodes that the master knows, by their state; left: lost, as somebody wanted it.",
+    "Nodes by state; left: lost on request.",
     ("state",),
 )
 FREE = Family(
     "gauge",
     "oobleck_nodes_without_work",
-    "Live nodes that are in no plan: spare ones, and those that are about to join.",
+    "Live nodes in no plan: spare or about to join.",
 )
-STATE = Family(
-    "gauge", "oobleck_node_state", "1 for the state that the node is in.", ("node", "state")
-)
+STATE = Family("gauge", "oobleck_node_state", "1 for the node's state.", ("node", "state"))
 SILENT = Family(
     "gauge",
     "oobleck_node_last_heard_age_seconds",
-    "Time since the node's agent was last heard of.",
+    "Time since the node's agent was heard.",
     ("node",),
 )
-SLOTS = Family(
-    "gauge", "oobleck_node_worker_slots", "Workers that the node has room for.", ("node",)
-)
-WORKERS = Family(
-    "gauge", "oobleck_node_workers", "Worker processes that the agent has told of.", ("node",)
-)
+SLOTS = Family("gauge", "oobleck_node_worker_slots", "Room for workers.", ("node",))
+WORKERS = Family("gauge", "oobleck_node_workers", "Worker processes.", ("node",))
 MEMORY = Family(
     "gauge",
     "oobleck_node_worker_memory_bytes",
-    "Memory that a plan may use of each worker of the node.",
+    "Memory of each worker that a plan may use.",
     ("node",),
 )
 FAILURES = Family(
     "gauge",
     "oobleck_node_failures",
-    "Losses of the node, and of workers on it, within the last ten minutes.",
+    "Losses of the node and its workers in ten minutes.",
     ("node",),
 )
-LOST = Family(
-    "counter", "oobleck_nodes_lost_total", "Nodes that were declared lost, by how.", ("cause",)
-)
-HELD = Family(
-    "gauge", "oobleck_held_nodes", "Nodes that train a job which this master does not know."
-)
-QUARANTINES = Family(
-    "counter", "oobleck_nodes_quarantined_total", "Nodes put aside since they failed again."
-)
+LOST = Family("counter", "oobleck_nodes_lost_total", "Lost nodes, by how.", ("cause",))
+HELD = Family("gauge", "oobleck_held_nodes", "Nodes that train a job unknown to this master.")
+QUARANTINES = Family("counter", "oobleck_nodes_quarantined_total", "Nodes put aside.")
 
 
 def read(state: ClusterState, tally: Tally, now: float, unix: float) -> Iterator[Reading]:

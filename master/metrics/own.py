@@ -15,84 +15,80 @@ from oobleck.master.metrics.tally import Tally
 from oobleck.master.planning.process import PlanningProcess
 from oobleck.master.storage.journal import Journal
 
-BUILD = Family("gauge", "oobleck_build_info", "1; the label tells the version.", ("version",))
+BUILD = Family("gauge", "oobleck_build_info", "1; the version.", ("version",))
 
 ITERATION = Family(
-    "histogram", "oobleck_master_iteration_seconds", "Time of one iteration of the master's loop."
+    "histogram", "oobleck_master_iteration_seconds", "Time of an iteration of the master's loop."
 )
 LATE = Family(
     "counter",
     "oobleck_master_late_seconds_total",
-    "Time by which the master came too late to look, and which nobody is blamed for.",
+    "Time by which the master looked too late, for which nobody is blamed.",
 )
 LATE_TIMES = Family(
-    "counter", "oobleck_master_late_iterations_total", "How often the master came too late to look."
+    "counter", "oobleck_master_late_iterations_total", "Times that the master looked too late."
 )
 WAITING = Family(
-    "gauge", "oobleck_master_waiting_messages", "Messages and questions that the loop has not seen."
+    "gauge", "oobleck_master_waiting_messages", "Messages and questions ahead of the loop."
 )
-SESSIONS = Family("gauge", "oobleck_master_agent_sessions", "Sessions of agents that are open.")
+SESSIONS = Family("gauge", "oobleck_master_agent_sessions", "Open sessions of agents.")
 OPENED = Family(
-    "counter", "oobleck_master_agent_sessions_opened_total", "Sessions of agents that were opened."
+    "counter", "oobleck_master_agent_sessions_opened_total", "Opened sessions of agents."
 )
 RECEIVED = Family(
     "counter",
     "oobleck_master_agent_messages_total",
-    "Messages of agents that were taken, by kind.",
+    "Accepted messages of agents, by kind.",
     ("kind",),
 )
 REFUSED = Family(
     "counter",
     "oobleck_refused_total",
-    "Messages of agents and calls that were refused, by reason.",
+    "Refused messages and calls, by reason.",
     ("reason",),
 )
 
-EVENTS = Family(
-    "counter", "oobleck_events_total", "Events that were journaled, by name.", ("event",)
-)
-SEQUENCE = Family(
-    "counter", "oobleck_journal_events_total", "Number of the last event of the journal."
-)
+EVENTS = Family("counter", "oobleck_events_total", "Journaled events, by name.", ("event",))
+SEQUENCE = Family("counter", "oobleck_journal_events_total", "Number of the journal's last event.")
 JOURNAL = Family("gauge", "oobleck_journal_bytes", "Size of the journal.")
 COMMIT = Family("histogram", "oobleck_journal_commit_seconds", "Time to have events on the disk.")
 COMPACTIONS = Family(
-    "counter", "oobleck_journal_compactions_total", "How often a snapshot took the events' place."
+    "counter", "oobleck_journal_compactions_total", "Snapshots that replaced events."
 )
-FAILING = Family("gauge", "oobleck_storage_failing", "1 while the state directory takes no more.")
+FAILING = Family(
+    "gauge", "oobleck_storage_failing", "1 while the state directory cannot be written."
+)
 DISK_FREE = Family(
-    "gauge", "oobleck_storage_free_bytes", "Room left for the master on the state directory's disk."
+    "gauge", "oobleck_storage_free_bytes", "Room left on the state directory's disk."
 )
 DISK_SIZE = Family("gauge", "oobleck_storage_size_bytes", "Size of the state directory's disk.")
 
 PLANNING = Family(
     "histogram",
     "oobleck_planner_reply_seconds",
-    "Time of the planning process at one plan: wanted by a decision, or made ahead.",
+    "Time to plan, for a decision or ahead.",
     ("purpose",),
 )
-AT_WORK = Family("gauge", "oobleck_planner_busy", "1 while the planning process is at a plan.")
+AT_WORK = Family("gauge", "oobleck_planner_busy", "1 while the planning process plans.")
 ENDS = Family(
-    "counter", "oobleck_planner_failures_total", "How often the planning process ended or hung."
+    "counter", "oobleck_planner_failures_total", "Ends and hangs of the planning process."
 )
 
 CALLS = Family(
     "counter",
     "oobleck_grpc_calls_total",
-    "Calls that ended, by method and status.",
+    "Ended calls, by method and status.",
     ("method", "code"),
 )
-OPEN_CALLS = Family(
-    "gauge", "oobleck_grpc_open_calls", "Calls and streams that are open.", ("method",)
-)
+OPEN_CALLS = Family("gauge", "oobleck_grpc_open_calls", "Open calls and streams.", ("method",))
 ANSWER = Family(
-    "histogram", "oobleck_grpc_call_seconds", "Time of calls that are no streams.", ("method",)
+    "histogram", "oobleck_grpc_call_seconds", "Time of calls without streams.", ("method",)
 )
-PROVEN = Family("gauge", "oobleck_grpc_connections", "Connections on which a call was allowed.")
+PROVEN = Family("gauge", "oobleck_grpc_connections", "Connections with an allowed call.")
 SHUT_OUT = Family(
     "gauge",
     "oobleck_grpc_refused_sources",
-    "Addresses that get no new connection, since theirs made no call.",
+    "Addresses refused since their connections made no call.",
 )
 
 
