@@ -1,5 +1,6 @@
 """What the documentation names is there, its lines are run, and the site of it is whole."""
 
+import ast
 import importlib.util
 import re
 import shutil
@@ -8,12 +9,14 @@ import sys
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import get_args
+from typing import get_args, get_type_hints
 
 import pytest
 
+from oobleck.core.messages import SaveFailed
 from oobleck.master.events.jobs import Cause, Phase
 from oobleck.master.state.incident import Kind
+from oobleck.master.storage import event_lines, incident_lines
 from oobleck.planner.recovery.rules import Rule
 
 ROOT = Path(__file__).parent.parent
@@ -44,9 +47,27 @@ def test_each_attacker_that_the_security_page_names_is_played_by_a_test() -> Non
     assert sorted({name for names in named for name in names} - known) == []
 
 
+def kinds_of_lines() -> set[str]:
+    """Names that the modules which write lines of events.jsonl give to `event`."""
+    named: list[ast.expr] = []
+    for module in (event_lines, incident_lines):
+        for node in ast.walk(ast.parse(Path(module.__file__).read_text())):
+            match node:
+                case ast.Call(func=ast.Name(id="_with"), args=[first, *_]):
+                    named.append(first)
+                case ast.Dict(keys=[ast.Constant(value="event"), *_], values=[first, *_]):
+                    named.append(first)
+    parts = [part for name in named for part in ast.walk(name)]
+    words = {p.value for p in parts if isinstance(p, ast.Constant) and isinstance(p.value, str)}
+    whats = get_args(get_type_hints(SaveFailed)["what"])
+    plain = {names[0] for names in event_lines._PLAIN.values()}
+    return (words - {"_failed"}) | {f"{what}_failed" for what in whats} | plain
+
+
 @pytest.mark.parametrize(
     ("heading", "words"),
     [
+        ("Kinds of lines:", tuple(sorted(kinds_of_lines()))),
         ("Phases:", get_args(Phase)),
         ("Causes:", get_args(Cause)),
         ("Rules:", get_args(Rule)),
@@ -58,6 +79,12 @@ def test_the_glossary_has_the_words_of_event_lines(heading: str, words: tuple[st
     part = page.split(f"{heading}\n\n")[1].split("\n\n")[0]
     assert len(words) > 5
     assert {word.replace("_", " ") for word in words} <= {*re.findall(r"\*\*(.+?)\*\*", part)}
+
+
+def test_the_formats_have_each_kind_of_event_line() -> None:
+    page = (ROOT / "docs/formats.md").read_text()
+    table = page.split("## events.jsonl")[1].split("### reconfigured")[0]
+    assert kinds_of_lines() - {*re.findall(r"`(\w+)`", table)} == set()
 
 
 def test_no_page_is_long() -> None:
