@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import get_args, get_type_hints
 
@@ -85,6 +85,17 @@ def test_the_formats_have_each_kind_of_event_line() -> None:
     page = (ROOT / "docs/formats.md").read_text()
     table = page.split("## events.jsonl")[1].split("### reconfigured")[0]
     assert kinds_of_lines() - {*re.findall(r"`(\w+)`", table)} == set()
+
+
+def test_the_picture_of_a_loss_has_the_milliseconds_that_were_measured() -> None:
+    figures = (ROOT / "docs/performance-faults.md").read_text().split("| signal noticed |")[1]
+    row = [int(cell) for cell in figures.splitlines()[2].split("|")[1:-1]]
+    picture = (ROOT / "docs/how-it-works.md").read_text().split("   0 ms   kill -9")[1]
+    spans = [int(ms) for ms in re.findall(r"│ [a-z ]+ (\d+) ms", picture)]
+    ends = [int(ms) for ms in re.findall(r"^ *(\d+) ms   [│▼]", picture, re.MULTILINE)]
+    assert [*spans, ends[-1]] == row[:8]
+    assert ends == list(accumulate(spans))
+    assert f"undisturbed step takes {row[8]} ms, so the loss cost about {row[9]} ms" in picture
 
 
 def test_no_page_is_long() -> None:
