@@ -43,7 +43,7 @@ ORDER = {
         "cuda",
     ),
     "Plan and measure": ("planning", "memory", "performance", "performance-faults"),
-    "In detail": ("glossary", "formats", "architecture", "contributing"),
+    "In detail": ("glossary", "formats", "sample-order", "architecture", "contributing"),
 }
 _LAST = "In detail"
 #: A link, or else code, whichever begins first: the text of a link may be code.

@@ -83,8 +83,8 @@ def test_the_glossary_has_the_words_of_event_lines(heading: str, words: tuple[st
 
 def test_the_formats_have_each_kind_of_event_line() -> None:
     page = (ROOT / "docs/formats.md").read_text()
-    table = page.split("## events.jsonl")[1].split("### reconfigured")[0]
-    assert kinds_of_lines() - {*re.findall(r"`(\w+)`", table)} == set()
+    part = page.split("## events.jsonl")[1].split("### reconfigured")[0]
+    assert kinds_of_lines() - {*re.findall(r"`(\w+)`", part)} == set()
 
 
 def test_the_picture_of_a_loss_has_the_milliseconds_that_were_measured() -> None:

@@ -1,4 +1,4 @@
-"""The order of samples as docs/formats.md defines it, in plain Python: another program's view.
+"""The order of samples as docs/sample-order.md defines it, in plain Python: another program's view.
 
 Written from that page alone; it shares no code with the product, and must not import it.
 """
