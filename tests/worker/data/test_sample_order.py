@@ -1,4 +1,4 @@
-"""The order of samples is the one that docs/sample-order.md defines, as another program reads it."""
+"""The order of samples is that of docs/sample-order.md, as another program reads it."""
 
 from pathlib import Path
 
