@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, cast, get_args
 
 import click
 
@@ -56,11 +56,9 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--policy",
-    type=click.Choice(["auto", "templates", "reroute", "uneven"]),
-    help="Answer to losses, as recovery.policy in a job file: templates, which "
-    "moves state; reroute, which sends the micro-batches of lost workers to other holders of the "
-    "layers; uneven, which answers losses as templates does; or auto.  [default: the job's, or "
-    "templates with --profile]",
+    type=click.Choice(get_args(RecoveryPolicy)),
+    help="Answer to losses, as recovery.policy in a job file (docs/policies.md).  [default: the "
+    "job's, or templates with --profile]",
 )
 @click.option(
     "--slow",

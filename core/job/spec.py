@@ -22,7 +22,7 @@ Products = Literal["highest", "high", "medium"]
 Recompute = Literal["none", "layer"]
 GradientSums = Literal["full", "bf16"]
 OnStateLost = Literal["fail", "restart"]
-RecoveryPolicy = Literal["auto", "templates", "reroute", "uneven", "morph"]
+RecoveryPolicy = Literal["auto", "templates", "reroute", "shadow", "uneven", "morph", "wait"]
 Shadows = Literal["auto", "none"]
 TransportName = Literal["auto", "tcp"]
 DataPlane = Literal["auto", "sealed", "clear"]
@@ -235,6 +235,10 @@ class RecoverySpec:
             self.mtbf_s  # noqa: B018  # raises ValueError
         except ValueError as error:
             raise ValueError(f"mtbf: {error}") from error
+        if self.policy == "shadow" and self.shadows == "none":
+            raise ValueError(
+                "policy: shadow needs shadows; set shadows to auto, or policy to reroute"
+            )
 
     @property
     def mtbf_s(self) -> float:
@@ -282,9 +286,10 @@ class JobSpec:
         check_paths("code", [self.code])
         if len(set(self.track)) < len(self.track):
             raise ValueError("track: names a program twice; name it once")
-        if self.recovery.policy == "reroute" and self.fault_tolerance == 0:
+        policy = self.recovery.policy
+        if policy in ("reroute", "shadow") and self.fault_tolerance == 0:
             raise ValueError(
-                "policy: reroute needs a second pipeline that holds the same layers; set "
+                f"policy: {policy} needs other nodes that hold the same layers; set "
                 "fault_tolerance to 1 or more, or policy to auto"
             )
         least = self.resources.min_nodes_per_pipeline

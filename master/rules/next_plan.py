@@ -121,15 +121,13 @@ def without_state(context: Context, job: Job, lost: LayerLost) -> PlanInfeasible
 
 
 def _for_losses(job: Job) -> RecoveryPolicy:
-    """Return the job's policy for losses, if workers hold what the plan to change says. They may
-    not while a plan that moves state has no committed step, nor after another job was active. Then
-    state moves."""
+    """Return the policy for the job's losses. Workers may not hold what the plan to change says
+    while one that moves state has no committed step, nor after another job was active."""
     made = job.current.made
     moving = made is not None and not course.keeps_state(made.policy) and job.current.on_the_way
     moving = moving and not job.unentered
-    if moving or job.current.put_back:
-        return course.MOVING
-    return course.for_losses(job.spec.recovery.policy)
+    certain = not (moving or job.current.put_back)
+    return course.for_losses(job.spec.recovery.policy, certain=certain)
 
 
 def wait(state: ClusterState, job: Job, infeasible: PlanInfeasible, *more: str) -> Decision:

@@ -97,7 +97,7 @@ def replan(context: Context, job: Job) -> Decision | None:
         reason += f"; no replacement was ready in time on {names(missing)}"
     cause = _cause(job, found.plan)
     wanted = job.spec.recovery.policy
-    if cause == "worker lost" and course.keeps_state(wanted) and answer.policy != wanted:
+    if cause == "worker lost" and course.routes_losses(wanted) and answer.policy == course.MOVING:
         reason += f"; not by {wanted}: the node is there, with a new process"
     if cause == "worker lost" and (end := met_enough(context, job, _worker_losses(job))):
         return end

@@ -16,7 +16,8 @@ from oobleck.planner.recovery.rules import OF_OTHER_NODES, Next
 
 #: Policy of the wanted plan. `unforced`: templates, unless staying is better. `plain`: templates
 #: alone, where another policy failed. `anew`: the shape of a first plan, if that is worth it.
-PlanWanted = RecoveryPolicy | Literal["shadow", "normalise", "anew", "unforced", "plain"]
+#: `copies`: shadows behind an answer.
+PlanWanted = RecoveryPolicy | Literal["copies", "normalise", "anew", "unforced", "plain"]
 #: Moves state to where it is best before the next step; answers any change of the nodes.
 MOVING: RecoveryPolicy = "templates"
 #: Moves state likewise where nothing forces a change: nodes have joined, or the running plan is
@@ -27,12 +28,13 @@ AROUND_SLOW: RecoveryPolicy = "uneven"
 #: Answers where another policy failed by an internal error.
 PLAIN: PlanWanted = "plain"
 #: Changes that are never forced.
-VOLUNTARY: frozenset[PlanWanted] = frozenset({AROUND_SLOW, UNFORCED, "shadow", "normalise", "anew"})
+VOLUNTARY: frozenset[PlanWanted] = frozenset({AROUND_SLOW, UNFORCED, "copies", "normalise", "anew"})
 
 #: Policy of a return to a checkpoint, whose state lets any plan be made.
 MORPH: RecoveryPolicy = "morph"
 
 _KEEPING = "reroute"
+_WAITING: RecoveryPolicy = "wait"
 _ADDS_HOLDERS = "shadow"
 #: Settle times for which further nodes may delay a join.
 _MOST_SETTLES = 3
@@ -42,14 +44,22 @@ _MOST_SETTLES = 3
 REST_S = 60.0
 
 
-def for_losses(policy: RecoveryPolicy) -> RecoveryPolicy:
-    """Return the policy that answers losses in a job of this `policy`."""
-    return MOVING if policy == AROUND_SLOW else policy
+def for_losses(policy: RecoveryPolicy, *, certain: bool = True) -> RecoveryPolicy:
+    """Return the policy that answers losses in a job of this `policy`. `certain`: workers hold what
+    the plan to change says; else state has to move."""
+    if policy == _WAITING:
+        return policy
+    return policy if certain and policy != AROUND_SLOW else MOVING
 
 
 def evens_out(policy: RecoveryPolicy) -> bool:
     """Return whether a job of this `policy` wants plans around slow workers."""
     return policy in ("auto", AROUND_SLOW)
+
+
+def routes_losses(policy: RecoveryPolicy) -> bool:
+    """Return whether a job of this `policy` wants losses answered without moving state."""
+    return policy in (_KEEPING, _ADDS_HOLDERS)
 
 
 def keeps_state(policy: str) -> bool:
@@ -75,6 +85,8 @@ def takes_back(rule: str) -> bool:
 
 def behind_answer(then: Next) -> PlanWanted:
     """Return the policy of the plan to ask for where `then` follows an answer."""
+    if then == _ADDS_HOLDERS:
+        return "copies"
     return UNFORCED if then == MOVING else then
 
 

@@ -6,10 +6,11 @@
   layers; no state moves, so training continues at once. `normalise` (also there) then moves one
   stage, so that holes are at different layers.
 - `uneven` (Malleus): where no node is lost, by the current speed of each worker.
-- `shadow` (Bamboo, NSDI 2023) answers no loss itself. After an answer, nodes get copies of layers
-  that too few hold, and `reroute` uses them at the next loss.
+- `shadow` (Bamboo, NSDI 2023): `reroute`, which uses copies of layers that too few nodes hold.
+  After an answer, nodes get such copies again.
 - `morph` (Varuna, EuroSys 2022): the best shape for the live nodes, with the state of the newest
   checkpoint.
+- `wait`: no plan has fewer nodes than the running one.
 - `auto` has the first two as candidates, `reroute` followed by `templates`, and the shape of a
   first plan, at once or behind another answer.
 
@@ -24,6 +25,7 @@ from typing import Literal
 
 from oobleck.core.errors import PlanInfeasible
 from oobleck.core.job.spec import RecoveryPolicy
+from oobleck.core.units import count
 from oobleck.planner.recovery.answer import (
     Answer,
     Change,
@@ -40,6 +42,7 @@ from oobleck.planner.recovery.chooser import (
     choose,
     weighed_s,
 )
+from oobleck.planner.recovery.course import routes_losses
 from oobleck.planner.recovery.normalise import normalised, promising
 from oobleck.planner.recovery.outlook import Outlook
 from oobleck.planner.recovery.reconfigure import can_lose
@@ -74,10 +77,10 @@ def answer(change: Change, wanted: RecoveryPolicy, outlook: Outlook | None = Non
 def for_change(change: Change, wanted: RecoveryPolicy) -> Candidates:
     """Return the candidates of a policy for a change that something forces.
 
-    Where the job names `reroute`, `normalise` follows if it promises a shorter step, and `shadow`
-    after that. If the preferred policy has no answer the other one is used, and the reason says so.
-    Fewer nodes than templates need may hold all layers, some as shadows. Raises PlanInfeasible
-    where there is no answer.
+    Where the job names `reroute`, `normalise` follows if it promises a shorter step, and shadows
+    after that; where it names `shadow`, only shadows do. If the preferred policy has no answer the
+    other one is used, and the reason says so. Fewer nodes than templates need may hold all layers,
+    some as shadows. Raises PlanInfeasible where there is no answer.
     """
     lost = not frozenset(change.live).issuperset(change.plan.nodes)
     if wanted == "morph":
@@ -85,13 +88,18 @@ def for_change(change: Change, wanted: RecoveryPolicy) -> Candidates:
             return only(change, morphed(change))
         except PlanInfeasible as infeasible:
             return only(change, _instead("reroute", "morph", infeasible, change))
-    first, other = _REROUTE_FIRST if wanted == "reroute" and lost else _TEMPLATES_FIRST
+    if wanted == "wait" and len(change.live) < len(change.plan.nodes):
+        raise PlanInfeasible(
+            f"policy wait: {count(len(change.plan.nodes), 'node')} are to train, as before, and "
+            f"{len(change.live)} can; start more agents, or wait for lost nodes to come back"
+        )
+    first, other = _REROUTE_FIRST if routes_losses(wanted) and lost else _TEMPLATES_FIRST
     try:
         found = _MAKERS[first](change)
     except PlanInfeasible as infeasible:
         return only(change, _instead(other, first, infeasible, change))
     if first == "reroute":
-        if promising(change, found.found.plan):
+        if wanted == "reroute" and promising(change, found.found.plan):
             found = replace(found, then="normalise")
         return only(change, found)
     if wanted != "auto" or not lost:
@@ -129,10 +137,10 @@ def around_slow(change: Change) -> Candidates:
     return _candidates(change, uneven(change), to_gain=True)
 
 
-def behind(change: Change, wanted: Literal["shadow", "normalise"]) -> Candidates:
+def behind(change: Change, wanted: Literal["copies", "normalise"]) -> Candidates:
     """Return the follow-ups of an answer at a step boundary; shadows also where no stage is worth
     moving. Raises PlanInfeasible."""
-    if wanted == "shadow":
+    if wanted == "copies":
         return only(change, shadowed(change))
     return _or_shadows(change, normalised)
 

@@ -100,7 +100,7 @@ def ask(change: Change, wanted: PlanWanted) -> Candidates:
     match wanted:
         case "uneven":
             return around_slow(change)
-        case "shadow" | "normalise" as following:
+        case "copies" | "normalise" as following:
             return behind(change, following)
         case "unforced":
             return unforced(change)

@@ -496,13 +496,9 @@ class Replay:
         assert self._shape is not None, "there is a plan"
         if any(own <= gone for own in self._shape.holders) and not self._roll_back():
             return
-        wanted: PlanWanted = course.for_losses(self._policy)
-        if moving or repaired:
-            wanted = course.MOVING
         if self._policy == course.MORPH and self._costs.checkpoint_every_s:
             self._roll_back()
-        if self._rolled_back:
-            wanted = course.MORPH
+        wanted = self._wanted(certain=not (moving or repaired))
         more = sum(map(self._held_bytes, repaired))
         found, fresh = self._found_without_draining(wanted)
         if found is None:
@@ -516,6 +512,13 @@ class Replay:
         if repaired:
             self._phases.append(("process", ticks(costs.process_s)))
         self._set_out(found, fresh, more_bytes=more)
+
+    def _wanted(self, *, certain: bool) -> PlanWanted:
+        """Return the wanted plan where the running one cannot go on. `certain`: workers hold what
+        it says."""
+        wanted = course.for_losses(self._policy, certain=certain)
+        # All state is loaded anyway, so the shape is free.
+        return course.MORPH if self._rolled_back and wanted != "wait" else wanted
 
     def _empty(self, seats: Collection[int]) -> None:
         """Note that nodes of the plan have lost their state, and may take part as fresh ones."""
@@ -634,8 +637,7 @@ class Replay:
         fresh = self._fresh()
         if self._shape is None:
             return self._shapes.first(len(fresh)), fresh
-        wanted = course.MORPH if self._rolled_back else course.MOVING
-        return self._ask(wanted, (), fresh), fresh
+        return self._ask(self._wanted(certain=False), (), fresh), fresh
 
     def _resume(self) -> None:
         if self._shape is None:

@@ -127,10 +127,19 @@ CASES = [
         faults=(("n3", "after:Backward", 8, "kill_node"),),
         rules=("reroute", "shadow"),
         steps=20,
-        policy="templates",  # which have no plan for fewer nodes
+        policy="shadow",
         shadows="auto",
         min_nodes=5,
         min_nodes_of_4=4,
+    ),
+    Case(
+        name="waited",  # on the same nodes as before
+        nodes=(4,),
+        faults=(("n3", "after:Forward", 8, "kill_node"),),
+        rules=("replace",),
+        returns=("n3", 7),
+        steps=20,
+        policy="wait",
     ),
     Case(
         name="morphed",  # all state is there, and comes from the newest checkpoint nevertheless
@@ -205,6 +214,8 @@ def fault_plan() -> list[dict[str, object]]:
             "job": case.name,
             "step": step,
             "action": action,
+            # The node is to live when it does this step again.
+            **({"generation": 1} if case.policy == "wait" else {}),
         }
         for case in CASES
         for victim, point, step, action in case.faults
@@ -252,13 +263,18 @@ def test_training_is_the_same(
     if case.returns is not None:
         name, step = case.returns
         cluster.wait_step(job_id, step)
-        # Where training is held up, no plan that is on its way comes.
-        cluster.wait(
-            lambda: len(cluster.events(job_id, "reconfigured")) == len(case.rules) - 1,
-            "the plans before it",
-            poll_s=0.1,
-        )
-        bring_into(cluster, job_id, name)
+        if case.policy == "wait":
+            waits = "waiting for nodes"
+            cluster.wait(lambda: cluster.status(job_id)["state"] == waits, waits)
+            cluster.start_node(name)
+        else:
+            # Where training is held up, no plan that is on its way comes.
+            cluster.wait(
+                lambda: len(cluster.events(job_id, "reconfigured")) == len(case.rules) - 1,
+                "the plans before it",
+                poll_s=0.1,
+            )
+            bring_into(cluster, job_id, name)
     assert cluster.wait_end(job_id) == "succeeded", cluster.end_of(job_id)
 
     told = cluster.events(job_id, "reconfigured")

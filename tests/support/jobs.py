@@ -33,6 +33,7 @@ def job_spec(
     mtbf_s: int = 30 * 86_400,
     templates: int = 0,
     uneven: int = 0,
+    wait: int = 0,
     shadows: int = 1,
     hidden: int = 32,
     sequence: int = 16,
@@ -62,6 +63,8 @@ def job_spec(
             if templates
             else "uneven"
             if uneven
+            else "wait"
+            if wait
             else "auto",
             shadows="auto" if shadows else "none",
             mtbf=f"{mtbf_s}s",

@@ -135,8 +135,8 @@ def refusal(text: str, *overrides: str) -> str:
         (
             "fault_tolerance: 1",
             "recovery: {policy: rerout}",
-            "job.yaml:10: recovery.policy must be auto or morph or reroute or templates or uneven, "
-            "not the text",
+            "job.yaml:10: recovery.policy must be auto or morph or reroute or shadow or templates "
+            "or uneven or wait, not the text",
         ),
         (
             "fault_tolerance: 1",
@@ -146,7 +146,7 @@ def refusal(text: str, *overrides: str) -> str:
         (
             "fault_tolerance: 1",
             "fault_tolerance: 0\nrecovery: {policy: reroute}",
-            "job.yaml:11: recovery.policy: reroute needs a second pipeline that holds the same "
+            "job.yaml:11: recovery.policy: reroute needs other nodes that hold the same "
             "layers; set fault_tolerance to 1 or more, or policy to auto",
         ),
         (

@@ -327,6 +327,14 @@ def test_a_step_of_a_re_routed_plan_takes_what_the_table_says() -> None:
     assert found.step_s == pytest.approx(29.0, rel=0.01)
 
 
+def test_wait_lets_no_plan_be_smaller() -> None:
+    asked = change([3, 2], "n4")
+    with pytest.raises(PlanInfeasible, match="policy wait: 5 nodes are to train, as before, and 4"):
+        answer(asked, "wait")
+    back = answer(replace(asked, live=(*asked.live, NodeName("n9"))), "wait")
+    assert (back.policy, len(back.found.plan.nodes)) == ("templates", 5)
+
+
 # ---- shadows
 
 
@@ -345,6 +353,7 @@ def test_a_loss_in_a_lone_pipeline_is_answered_by_its_shadows_at_once() -> None:
     assert (found.policy, found.then) == ("reroute", "shadow")
     # Wanted by name, a stage moves first: another order of compute has other room for shadows.
     assert replace(answer(asked, "reroute"), value=None) == replace(found, then="normalise")
+    assert replace(answer(asked, "shadow"), value=None) == found
     assert (found.moved_bytes, found.stall_s) == (0, 0.0)
     plan = found.found.plan
     assert plan.nodes == ("n0", "n2", "n3")

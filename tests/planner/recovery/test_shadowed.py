@@ -23,7 +23,7 @@ from support.profiles import profile_of
 from support.random_rerouted import random_rerouted
 
 
-def followed(change: Change, wanted: Literal["shadow", "normalise"]) -> Answer:
+def followed(change: Change, wanted: Literal["copies", "normalise"]) -> Answer:
     return chosen(behind(change, wanted))
 
 
@@ -122,7 +122,7 @@ def test_shadows_come_behind_a_stage_that_moves_or_where_none_does() -> None:
     assert first.then == "normalise"
     moved = followed(change(base, first.found.plan, profile, 2), "normalise")
     assert (moved.policy, moved.then) == ("normalise", "shadow")
-    copied = followed(change(base, moved.found.plan, profile, 2), "shadow")
+    copied = followed(change(base, moved.found.plan, profile, 2), "copies")
     assert (copied.policy, can_lose(copied.found.plan)) == ("shadow", 2)
     # With all that a copy takes, no move is worth it: shadows take its place.
     slow = replace(profile, links=replace(profile.links, inter_node_bytes_per_s=1e5))
