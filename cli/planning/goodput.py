@@ -2,24 +2,33 @@
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from oobleck.cli import options
 from oobleck.cli.options import job_argument, master_option
+from oobleck.host.command import CommandFailed
 from oobleck.host.ipc.endpoint import Endpoint
 
 if TYPE_CHECKING:
+    from oobleck.cli.client import MasterClient
     from oobleck.cli.output.text import Form
+
+Record = Mapping[str, Any]
 
 
 @click.command()
 @job_argument()
 @master_option
+@click.option(
+    "--costs",
+    is_flag=True,
+    help="Print what the job's interruptions took instead, as JSON for 'oobleck simulate --costs'.",
+)
 @options.form_options("One JSON object, as of a policy in 'oobleck simulate --json'.")
-def goodput(job_id: str, master: Endpoint, form: "Form") -> None:
+def goodput(job_id: str, master: Endpoint, costs: bool, form: "Form") -> None:
     """Show what the time of a job was spent on, from its submission until now or its end: useful
     steps, work done again, standstill by cause, and waiting.
     """
@@ -30,10 +39,30 @@ def goodput(job_id: str, master: Endpoint, form: "Form") -> None:
     with MasterClient(master) as connection:
         # Events first: each is about steps that the metrics have by then.
         events = [json.loads(told.json) for told in connection.events(job_id, follow=False)]
-        metrics = map(json.loads, connection.metrics(job_id, follow=False))
+        metrics = [*map(json.loads, connection.metrics(job_id, follow=False))]
+        if costs:
+            click.echo(json.dumps(_costs(connection, job_id, events, metrics), indent=2))
+            return
         evaluated = connection.metrics(job_id, follow=False, evaluations=True)
         data = account(events, metrics, [*map(json.loads, evaluated)], until=time.time())
     click.echo(document(data, form) if is_data(form) else goodput_text(data))
+
+
+def _costs(
+    connection: "MasterClient", job_id: str, events: Sequence[Record], metrics: Sequence[Record]
+) -> Mapping[str, float]:
+    from oobleck.planner.report.learned import learn_costs
+
+    try:
+        planning = connection.planning(job_id)
+    except CommandFailed:  # an ended job's plan is not kept: its links' speed is not known
+        return learn_costs(events, metrics)
+    return learn_costs(
+        events,
+        metrics,
+        link_bytes_per_s=planning.profile.links.inter_node_bytes_per_s,
+        microbatches=sum(route.microbatches for route in planning.plan.routes),
+    )
 
 
 def goodput_text(data: Mapping[str, Any]) -> str:

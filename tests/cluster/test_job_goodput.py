@@ -9,6 +9,7 @@ import pytest
 
 from bench.support.client import Record
 from bench.support.cluster import LocalCluster
+from oobleck.planner.simulate.costs import parse_costs
 from support.clusters import end_jobs, job
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
@@ -37,6 +38,12 @@ def test_goodput_is_the_time_of_committed_steps_and_the_rest_has_causes(
     live = goodput(cluster, job_id)
     assert 0 < live["node_goodput"] < live["goodput"] <= 1
     assert live["seconds"]["stalled"] > 0
+    (change,) = cluster.events(job_id, "reconfigured")
+    told = cluster.oobleck("goodput", job_id, "--costs").stdout
+    costs = parse_costs(told)  # as 'oobleck simulate' reads them
+    assert costs.detect_s == change["phases"]["detect"]
+    assert costs.meeting_s == change["phases"]["rendezvous"]
+    assert "checkpoint_every_s" not in told, "there is one"
 
     for node in cluster.nodes().values():
         for worker in node["workers"]:

@@ -1,0 +1,89 @@
+"""Costs of interruptions as a job's records tell them, for simulations of the same cluster.
+
+Owns which record tells which cost. Must not know how records are read.
+"""
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+from oobleck.planner.recovery.chooser import CHANGE_S
+from oobleck.planner.recovery.course import MORPH
+
+Record = Mapping[str, Any]
+
+#: Names of costs by phase of a change that something forced.
+_PHASES = {"detect": "detect_s", "plan": "plan_s", "abort": "abort_s", "rendezvous": "meeting_s"}
+#: Least expected seconds of a transfer that tells the speed of links.
+_LEAST_MOVE_S = 0.02
+
+
+def learn_costs(
+    events: Sequence[Record],
+    metrics: Iterable[Record],
+    *,
+    link_bytes_per_s: float | None = None,
+    microbatches: int | None = None,
+) -> dict[str, float]:
+    """Return costs by their names in `--costs`, each a median; without those that no record tells.
+
+    `events` and `metrics`: the records of the job's files. `link_bytes_per_s`: speed of a node's
+    link that its plans were made with; `microbatches`: those of a step.
+    """
+    found: defaultdict[str, list[float]] = defaultdict(list)
+    step_s, between = _steps(metrics)
+    made = [one for one in events if one["event"] == "reconfigured" and "superseded_by" not in one]
+    for change in made:
+        phases, expected = change["phases"], change.get("expected")
+        if change["boundary"]:
+            if change["stall_s"] is not None:
+                found["switch_s"].append(change["stall_s"])
+            continue
+        if change["cause"] == "worker lost":  # it also waits for the new process
+            continue
+        for phase, name in _PHASES.items():
+            found[name].append(phases[phase])
+        if change["policy"] == MORPH:
+            found["load_s"].append(phases["transfer"])
+        elif link_bytes_per_s and expected is not None:
+            move_s = expected["stall_s"] - CHANGE_S
+            if move_s >= _LEAST_MOVE_S and phases["transfer"] > 0:
+                found["bytes_per_s"].append(link_bytes_per_s * move_s / phases["transfer"])
+        if microbatches and change["redo_step"] is not None:
+            kept = change["salvaged_microbatches"] / microbatches
+            # Losses come at any time of a step, so half of it was done on average.
+            found["salvage"].append(2 * kept)
+            usual = step_s.get(change["to_generation"])
+            if usual is not None:
+                found["first_step_s"].append(phases["first_step"] - (1 - kept) * usual)
+    saved = [one for one in events if one["event"] == "checkpoint_saved"]
+    found["save_s"] = _pauses(saved, between)
+    times = [one["time"] for one in saved if not one["request"]]
+    found["checkpoint_every_s"] = [later - sooner for sooner, later in pairwise(times)]
+    costs = {name: max(0.0, median(each)) for name, each in found.items() if each}
+    if found["salvage"]:
+        share = sum(found["salvage"]) / len(found["salvage"])
+        costs["salvage"] = min(1.0, share)
+    return costs
+
+
+def _steps(metrics: Iterable[Record]) -> tuple[dict[int, float], dict[int, float]]:
+    """Return the median seconds of a step by generation, without each one's first, and by step the
+    seconds between its commit and the begin of the next one."""
+    of: defaultdict[int, list[float]] = defaultdict(list)
+    between: dict[int, float] = {}
+    for before, line in pairwise(metrics):
+        if before["generation"] == line["generation"]:
+            of[line["generation"]].append(line["step_seconds"])
+            between[before["step"]] = line["time"] - line["step_seconds"] - before["time"]
+    return {generation: median(found) for generation, found in of.items()}, between
+
+
+def _pauses(saved: Collection[Record], between: Mapping[int, float]) -> list[float]:
+    """Return by how much the pauses after saved steps are longer than the others."""
+    steps = {one["step"] for one in saved}
+    others = [pause for step, pause in between.items() if step not in steps]
+    usual = median(others) if others else 0.0
+    return [max(0.0, between[step] - usual) for step in steps if step in between]

@@ -1,0 +1,78 @@
+"""Costs that a simulation can be given back are those that it was made with."""
+
+import pytest
+
+from oobleck.planner.report.learned import learn_costs
+
+
+def change(generation: int, **fields: object) -> dict[str, object]:
+    return {
+        "event": "reconfigured",
+        "time": 100.0 * generation,
+        "to_generation": generation,
+        "cause": "node lost",
+        "policy": "templates",
+        "boundary": False,
+        "stall_s": 3.0,
+        "expected": {"step_s": 2.0, "stall_s": 1.5},
+        "redo_step": 7,
+        "salvaged_microbatches": 2,
+        "phases": {
+            "detect": 0.2,
+            "plan": 0.1,
+            "abort": 0.3,
+            "rendezvous": 0.4,
+            "transfer": 2.0,
+            "first_step": 2.5,
+        },
+        **fields,
+    }
+
+
+def steps(generation: int, *lengths: float) -> list[dict[str, object]]:
+    return [
+        {
+            "step": 10 * generation + number,
+            "generation": generation,
+            "time": 100.0 * generation + 2.0 * number,
+            "step_seconds": length,
+        }
+        for number, length in enumerate(lengths)
+    ]
+
+
+def test_each_cost_is_what_its_records_tell() -> None:
+    events = [
+        change(2),
+        change(3, superseded_by=4, phases={}),  # tells nothing
+        change(5, boundary=True, stall_s=0.7, phases={}),
+        change(6, policy="morph", expected=None, redo_step=None),
+        change(7, cause="worker lost", phases={}),  # waits for a process, too
+        {"event": "checkpoint_saved", "step": 81, "time": 10.0, "request": 0},
+        {"event": "checkpoint_saved", "step": 82, "time": 12.0, "request": 3},
+        {"event": "checkpoint_saved", "step": 91, "time": 40.0, "request": 0},
+    ]
+    # The first step of a generation is told by its change. The steps after a save begin later.
+    metrics = [*steps(2, 2.5, 2.0, 2.0), *steps(8, 2.0, 2.0, 1.5, 1.5, 2.0, 2.0)]
+    assert learn_costs(events, metrics, link_bytes_per_s=1e9, microbatches=8) == pytest.approx(
+        {
+            "detect_s": 0.2,
+            "plan_s": 0.1,
+            "abort_s": 0.3,
+            "meeting_s": 0.4,
+            "bytes_per_s": 0.5e9,  # a second was expected, and it took two
+            "salvage": 0.5,  # a quarter of whole steps, half of which was done on average
+            "first_step_s": 1.0,  # beside the part of the step that was done again
+            "switch_s": 0.7,
+            "load_s": 2.0,
+            "save_s": 0.5,
+            "checkpoint_every_s": 30.0,
+        }
+    )
+
+
+def test_what_no_record_tells_is_left_out() -> None:
+    assert learn_costs([change(2)], []) == pytest.approx(
+        {"detect_s": 0.2, "plan_s": 0.1, "abort_s": 0.3, "meeting_s": 0.4}
+    )
+    assert learn_costs([], []) == {}
