@@ -169,6 +169,20 @@ def test_rules_do_not_import_each_other() -> None:
     assert not found
 
 
+#: They alone name the kind of accelerator; another one is a file beside each.
+OF_CUDA = ("runtime/device.py", "transport/nccl/")
+
+
+def test_workers_know_accelerators_by_one_module() -> None:
+    named = {
+        str(path.relative_to(ROOT / "worker"))
+        for path in files("worker")
+        if "torch.cuda" in path.read_text()
+    }
+    assert "runtime/device.py" in named
+    assert {name for name in named if not name.startswith(OF_CUDA)} == set()
+
+
 @pytest.mark.parametrize("package", sorted(LEVELS))
 def test_no_circle(package: str) -> None:
     left = {name: set(others) for name, others in arrows(package).items()}

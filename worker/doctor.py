@@ -21,6 +21,7 @@ from oobleck.core.units import format_bytes
 from oobleck.planner.profile.machine import GPUS, machine_of
 from oobleck.worker.data.objective import loss
 from oobleck.worker.models.registry import build_layer, initialise_parameters
+from oobleck.worker.runtime.device import board_name, has_queue
 from oobleck.worker.runtime.random import RowKeys
 from oobleck.worker.state.model_state import ModelState
 from oobleck.worker.step.stage import StageRunner
@@ -42,11 +43,12 @@ Step = Callable[[int], None]
 def memory(devices: Sequence[str]) -> Iterator[Finding]:
     """Check that memory can be allocated, holds what is written, and is freed."""
     for device in devices:
-        free, total = torch.cuda.mem_get_info(device)
+        board = torch.get_device_module(device)
+        free, total = board.mem_get_info(device)
         block = torch.full((int(free * _TAKEN) // 8,), 7, dtype=torch.int64, device=device)
         right = bool((block == 7).all())
         del block
-        torch.cuda.empty_cache()
+        board.empty_cache()
         yield judge_memory(device, free, total, right=right)
 
 
@@ -65,14 +67,13 @@ def judge_memory(device: str, free: int, total: int, *, right: bool) -> Finding:
 def products(devices: Sequence[str]) -> Iterator[Finding]:
     """Measure the FLOP/s of bf16 products against the table of GPUs."""
     for device in devices:
-        on_gpu = device != "cpu"
-        size = 8192 if on_gpu else 256
+        place = torch.device(device)
+        size = 8192 if has_queue(place) else 256
         left = torch.randn(size, size, dtype=torch.bfloat16, device=device)
         multiply = functools.partial(torch.matmul, left, left)
         _timed(multiply, device)
         reached = 2 * size**3 / _timed(multiply, device, times=10)
-        name = torch.cuda.get_device_name(device) if on_gpu else "cpu"
-        yield judge_products(device, name, reached)
+        yield judge_products(device, board_name(place), reached)
 
 
 def judge_products(device: str, name: str, reached: float) -> Finding:
@@ -108,11 +109,12 @@ def copies(devices: Sequence[str]) -> Iterator[Finding]:
 
 def peers(devices: Sequence[str]) -> Iterator[Finding]:
     """Check whether GPUs reach each other's memory, and how fast."""
-    numbers = [torch.device(device).index for device in devices]
+    places = [torch.device(device) for device in devices]
+    board = torch.get_device_module(places[0])
     apart = [
-        f"{a}-{b}"
-        for a, b in permutations(numbers, 2)
-        if not torch.cuda.can_device_access_peer(a, b)
+        f"{a.index}-{b.index}"
+        for a, b in permutations(places, 2)
+        if not board.can_device_access_peer(a, b)
     ]
     if apart:
         what = f"no direct way between GPUs {', '.join(apart)}: messages go through the host"
@@ -124,7 +126,7 @@ def peers(devices: Sequence[str]) -> Iterator[Finding]:
     copy = functools.partial(there.copy_, block)
     _timed(copy, devices[0])
     rate = block.numel() / _timed(copy, devices[0], times=8)
-    yield judge_peers(torch.cuda.get_device_name(devices[0]), rate)
+    yield judge_peers(board_name(places[0]), rate)
 
 
 def judge_peers(name: str, rate: float) -> Finding:
@@ -159,7 +161,7 @@ def judge_speed(device: str, own: float, torchs: float) -> Finding:
 
 def job_of(place: torch.device) -> JobSpec:
     """Return the job that both train, large enough to keep a GPU busy."""
-    large = place.type == "cuda"
+    large = has_queue(place)
     return JobSpec(
         name="doctor",
         model=ModelSpec(
@@ -250,13 +252,13 @@ def tokens_per_s(job: JobSpec, step: Step, place: torch.device) -> float:
 def _timed(call: Callable[[], object], device: str | torch.device, times: int = 1) -> float:
     """Return the seconds of one call."""
     place = torch.device(device)
-    if place.type == "cuda":
-        torch.cuda.synchronize(place)
+    if has_queue(place):
+        torch.accelerator.synchronize(place)
     began = time.perf_counter()
     for _ in range(times):
         call()
-    if place.type == "cuda":
-        torch.cuda.synchronize(place)
+    if has_queue(place):
+        torch.accelerator.synchronize(place)
     return (time.perf_counter() - began) / times
 
 

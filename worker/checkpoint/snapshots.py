@@ -14,6 +14,8 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch import Tensor
 
+from oobleck.worker.runtime.device import has_queue, mark_queued
+
 #: Buffers of a ring: the GPU fills one while the host empties another.
 SLOTS = 4
 SLOT_BYTES = 16 << 20
@@ -35,14 +37,14 @@ class Ring:
         `everything`: host tensors use the ring too, so that the same path runs without a device.
         """
         self._device = device
-        self._cuda = device.type == "cuda"
+        queued = has_queue(device)
         self._slots: list[Tensor] = []
-        if self._cuda or everything:
+        if queued or everything:
             self._slots = [
-                torch.empty(slot_bytes, dtype=torch.uint8, device="cpu", pin_memory=self._cuda)
+                torch.empty(slot_bytes, dtype=torch.uint8, device="cpu", pin_memory=queued)
                 for _ in range(slots)
             ]
-        self._stream = torch.cuda.Stream(device) if self._cuda else None  # type: ignore[no-untyped-call]  # torch's
+        self._stream = torch.Stream(device) if queued else None
         #: Held because an abandoned checkpoint may still be copied when the next one begins.
         self._lock = threading.Lock()
 
@@ -51,15 +53,11 @@ class Ring:
         """Number of buffers; 0: tensors are copied directly."""
         return len(self._slots)
 
-    def mark(self) -> torch.cuda.Event | None:
-        """Return an event after all work queued on the device so far; None without CUDA."""
-        if not self._cuda:
-            return None
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's
-        event.record(torch.cuda.current_stream(self._device))
-        return event
+    def mark(self) -> torch.Event | None:
+        """Return an event after all work queued on the device so far; None without a queue."""
+        return mark_queued(self._device)
 
-    def copy(self, source: Tensor, into: Tensor, after: torch.cuda.Event | None = None) -> None:
+    def copy(self, source: Tensor, into: Tensor, after: torch.Event | None = None) -> None:
         """Copy `source` (r, n) to `into`, in host memory, and wait for it; rows are contiguous.
 
         The copy waits for `after`; None: for all work queued so far.
@@ -73,9 +71,9 @@ class Ring:
                 self._copy_row(row, place)
 
     @contextmanager
-    def _beside(self, after: torch.cuda.Event | None) -> Iterator[None]:
+    def _beside(self, after: torch.Event | None) -> Iterator[None]:
         """Queue the block's work on the ring's own stream, after `after`."""
-        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+        with self._stream or nullcontext():
             if self._stream is not None and after is not None:
                 self._stream.wait_event(after)
             yield
@@ -83,7 +81,7 @@ class Ring:
     def _copy_row(self, row: Tensor, into: Tensor) -> None:
         width = self._slots[0].nbytes // row.itemsize
         #: Copies in flight: buffer, destination, and the event of the copy's end.
-        coming: deque[tuple[Tensor, Tensor, torch.cuda.Event | None]] = deque()
+        coming: deque[tuple[Tensor, Tensor, torch.Event | None]] = deque()
         pieces = zip(torch.split(row, width), torch.split(into, width), strict=True)
         for number, (piece, place) in enumerate(pieces):
             if len(coming) == self.slots:
@@ -95,7 +93,7 @@ class Ring:
             _take(*coming.popleft())
 
 
-def _take(slot: Tensor, place: Tensor, come: torch.cuda.Event | None) -> None:
+def _take(slot: Tensor, place: Tensor, come: torch.Event | None) -> None:
     if come is not None:
         come.synchronize()
     place.copy_(slot)

@@ -23,6 +23,7 @@ from oobleck.core.job.spec import JobSpec
 from oobleck.planner.profile.memory import heap_and_mapped, with_holes
 from oobleck.worker.models.own import constants
 from oobleck.worker.models.tree import Tree, flatten, map_tensors, unflatten
+from oobleck.worker.runtime.device import has_queue
 from oobleck.worker.runtime.random import RowKeys
 from oobleck.worker.state.model_state import ModelState
 from oobleck.worker.step.mailbox import AHEAD, Packing, wire
@@ -238,8 +239,8 @@ class Bench:
         self.state.zero_gradients()
 
     def _now(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        if has_queue(self._device):
+            torch.accelerator.synchronize(self._device)
         return time.perf_counter()
 
 
@@ -255,11 +256,12 @@ def peak_bytes(run: Callable[[], None], device: torch.device) -> tuple[int, int]
 
     A GPU has no such difference; there the second is 0.
     """
-    if device.type == "cuda":
-        before: int = torch.cuda.memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
+    if has_queue(device):
+        board = torch.get_device_module(device)
+        before: int = board.memory_allocated(device)
+        board.reset_peak_memory_stats(device)
         run()
-        peak: int = torch.cuda.max_memory_allocated(device)
+        peak: int = board.max_memory_allocated(device)
         return peak - before, 0
     footprint = Footprint()
     with footprint:

@@ -4,7 +4,8 @@ Agents, which load neither torch nor a driver, run this module. It prints a line
 GPUs, or those of the given CUDA names, or why there are none. A worker opens its device after it
 was forked, since a process that uses CUDA cannot be forked.
 
-Also owns the clock of work that is queued on a device.
+Also owns the clock of work that is queued on a device. Only this module and NCCL's name the kind of
+accelerator: elsewhere a device has a queue or none.
 """
 
 import multiprocessing
@@ -22,6 +23,23 @@ from oobleck.host.gpu.devices import Gpu, GpuReport
 from oobleck.host.timeline import boot_id
 from oobleck.planner.profile.memory import allocator_share, strangers_bytes
 from oobleck.worker.runtime.errors import NodeError
+
+
+def has_queue(device: torch.device) -> bool:
+    """Return whether work on the device is only queued, and runs later, as on accelerators."""
+    return device.type != "cpu"
+
+
+def mark_queued(device: torch.device) -> torch.Event | None:
+    """Return an event after all work queued on the device so far; None for one without a queue."""
+    return torch.accelerator.current_stream(device).record_event() if has_queue(device) else None
+
+
+def board_name(device: torch.device) -> str:
+    """Return the name of the device's board; cpu for a CPU."""
+    if not has_queue(device):
+        return "cpu"
+    return str(torch.get_device_module(device).get_device_name(device))
 
 
 def take_place(launch: Launch) -> None:
@@ -92,8 +110,9 @@ def _bus(found: Any) -> str:  # torch's stubs lack its PCI fields
 
 def find_gpus() -> GpuReport:
     """Return the GPUs in torch's order. Makes a CUDA context."""
-    report = GpuReport(cuda=torch.version.cuda or "", nccl=nccl_version())
-    if torch.version.cuda is None:
+    built_for = torch.version.cuda or torch.version.hip
+    report = GpuReport(cuda=built_for or "", nccl=nccl_version())
+    if built_for is None:
         problem = f"torch {torch.__version__} is built without CUDA"
         return msgspec.structs.replace(report, problem=problem)
     try:
@@ -180,19 +199,19 @@ class DeviceClock(Generic[Mark]):
         return self._first_ns + round(1e9 * self._between(self._first, mark))
 
 
-def clock_of(device: torch.device) -> DeviceClock[torch.cuda.Event] | None:
+def clock_of(device: torch.device) -> DeviceClock[torch.Event] | None:
     """Return the device's clock; None for a device that computes synchronously."""
-    return DeviceClock(cuda_mark, seconds_between) if device.type == "cuda" else None
+    return DeviceClock(moment, seconds_between) if has_queue(device) else None
 
 
-def cuda_mark() -> torch.cuda.Event:
+def moment() -> torch.Event:
     """Queue an event on the present stream."""
-    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch's
+    event = torch.Event(enable_timing=True)
     event.record()
     return event
 
 
-def seconds_between(one: torch.cuda.Event, other: torch.cuda.Event) -> float:
+def seconds_between(one: torch.Event, other: torch.Event) -> float:
     """Return the seconds from one event to another; wait for the latter."""
     other.synchronize()
     return float(one.elapsed_time(other)) / 1e3

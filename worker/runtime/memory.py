@@ -15,6 +15,7 @@ import torch
 
 from oobleck.core.messages import MemoryUse
 from oobleck.planner.profile.memory import MAPPED_BYTES
+from oobleck.worker.runtime.device import has_queue
 
 # ---- Settings of the C library's heap, so that it keeps freed memory.
 #
@@ -63,13 +64,13 @@ class MemoryMeter:
 
     def begin(self) -> None:
         """Note the base: the process holds no layer yet, and everything else that it needs."""
-        if self._device.type != "cuda":
+        if not has_queue(self._device):
             self._base_bytes = _fields()["RssAnon"]
 
     def restart(self) -> None:
         """Forget the peak so far. Where the kernel does not allow that, it stays."""
-        if self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._device)
+        if has_queue(self._device):
+            torch.get_device_module(self._device).reset_peak_memory_stats(self._device)
             return
         try:
             _CLEAR.write_bytes(b"5")
@@ -78,8 +79,9 @@ class MemoryMeter:
 
     def read(self) -> MemoryUse:
         """Return the peak since the last restart; takes some ten microseconds."""
-        if self._device.type == "cuda":
-            return MemoryUse(peak_bytes=torch.cuda.max_memory_allocated(self._device), base_bytes=0)
+        if has_queue(self._device):
+            board = torch.get_device_module(self._device)
+            return MemoryUse(peak_bytes=board.max_memory_allocated(self._device), base_bytes=0)
         now = _fields()
         # Mapped file memory only grows in training, so at the peak there was no more of it.
         peak = now["VmHWM"] - now["RssFile"] - now["RssShmem"]

@@ -16,7 +16,7 @@ import torch
 from oobleck.core.ids import Generation
 from oobleck.core.messages import Category, Record, Recorded, Recording, Span
 from oobleck.worker.runtime import pulse
-from oobleck.worker.runtime.device import DeviceClock, cuda_mark, seconds_between
+from oobleck.worker.runtime.device import DeviceClock, has_queue, moment, seconds_between
 
 _OFF: AbstractContextManager[None] = nullcontext()
 
@@ -154,7 +154,7 @@ class Timeline:
 
 
 #: Moment: seconds, or an event of the device.
-_Mark = float | torch.cuda.Event
+_Mark = float | torch.Event
 #: Most spans that a GPU may have queued and not begun: forwards and backwards, or parts of them
 #: where a stage is shared.
 AHEAD = 4
@@ -177,7 +177,7 @@ class Stopwatch:
 
     @classmethod
     def on(cls, device: torch.device) -> "Stopwatch":
-        return cls(cuda_mark, _passed) if device.type == "cuda" else cls(time.monotonic)
+        return cls(moment, _passed) if has_queue(device) else cls(time.monotonic)
 
     def begin(self) -> None:
         """Begin a step. The previous one may have been left in the middle."""
@@ -214,13 +214,13 @@ class Stopwatch:
 
 
 def _passed(mark: _Mark) -> None:
-    assert isinstance(mark, torch.cuda.Event), "a GPU's moments are events"
+    assert isinstance(mark, torch.Event), "a GPU's moments are events"
     mark.synchronize()
 
 
 def _between(began: _Mark, ended: _Mark) -> float:
-    if isinstance(began, torch.cuda.Event):
-        assert isinstance(ended, torch.cuda.Event), "marks of a step are of one kind"
+    if isinstance(began, torch.Event):
+        assert isinstance(ended, torch.Event), "marks of a step are of one kind"
         return seconds_between(began, ended)  # the step's vote has waited for them already
     assert isinstance(ended, float), "marks of a step are of one kind"
     return ended - began

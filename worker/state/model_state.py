@@ -21,6 +21,7 @@ from oobleck.worker.models.registry import (
     initial_values,
     initialise_parameters,
 )
+from oobleck.worker.runtime.device import has_queue
 from oobleck.worker.runtime.errors import InvariantViolation
 from oobleck.worker.state.layer_state import LayerState
 from oobleck.worker.state.layout import Layout, Numbers, layout, point_parameters
@@ -44,7 +45,7 @@ def norms_of(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     that fits the cache. The pieces depend on the plan, because shares do. All workers have the same
     norm because the vote distributes it.
     """
-    if device.type == "cuda":
+    if has_queue(device):
         return list(torch._foreach_norm(list(tensors), 2, dtype=torch.float64)) if tensors else []
     wide = torch.empty(_NORM_PIECE, dtype=torch.float64, device=device)
     return [

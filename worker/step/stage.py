@@ -22,6 +22,7 @@ from oobleck.worker.data.objective import loss
 from oobleck.worker.models.base import DeferredGradients, Layer, deferring
 from oobleck.worker.models.tree import Tree, map_tensors
 from oobleck.worker.runtime.code import running
+from oobleck.worker.runtime.device import has_queue
 from oobleck.worker.runtime.random import RowKeys
 from oobleck.worker.runtime.timeline import Timeline
 from oobleck.worker.state.model_state import ModelState
@@ -242,7 +243,7 @@ class StageRunner:
     def _moved(self, tensor: Tensor) -> Tensor:
         """Move the tensor to the device. A host tensor goes through pinned memory, so that the copy
         is queued and nothing waits for it."""
-        if self.device.type == "cuda" and tensor.device.type == "cpu":
+        if has_queue(self.device) and not has_queue(tensor.device):
             tensor = tensor.pin_memory()
         return tensor.to(self.device, non_blocking=True)
 

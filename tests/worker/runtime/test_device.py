@@ -5,10 +5,18 @@ from collections.abc import Iterator
 
 import msgspec
 import pytest
+import torch
 
 from oobleck.core.ids import JobId
 from oobleck.core.messages import Launch
-from oobleck.worker.runtime.device import take_place
+from oobleck.worker.runtime.device import (
+    board_name,
+    clock_of,
+    find_gpus,
+    has_queue,
+    mark_queued,
+    take_place,
+)
 from support.director import worker_named
 from support.scripted_master import job
 
@@ -44,3 +52,22 @@ def test_where_its_agent_may_run_on_none_that_are_near_it_runs_where_it_may() ->
         take_place(msgspec.structs.replace(LAUNCH, cpus=cpus))
         assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,1"
         assert os.sched_getaffinity(0) == before
+
+
+def test_a_build_of_torch_for_rocm_has_gpus_by_the_same_names(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch.version, "hip", "6.4.43482")
+    found = find_gpus()
+    assert found.cuda == "6.4.43482"
+    assert "built without CUDA" not in found.problem, "it is asked for its GPUs"
+
+
+def test_a_cpu_has_no_queue() -> None:
+    cpu = torch.device("cpu")
+    assert not has_queue(cpu)
+    assert has_queue(torch.device("cuda:0"))
+    assert mark_queued(cpu) is None
+    assert clock_of(cpu) is None
+    assert board_name(cpu) == "cpu"
