@@ -2,31 +2,38 @@
 
     python -m bench.gpu [transport] [engine] [recovery] [doctor] [--check NAME]
                         [--devices cuda:0,cuda:1 | --devices cpu] [--share]
+    python -m bench.gpu page FINDINGS
 
     transport   NCCL by what a worker's own communicators do
     engine      what a worker does on a device, and a job's speed and memory
     recovery    jobs whose workers are killed; tests of recovery over NCCL
     doctor      oobleck doctor --gpu, the health of the host
+    page        write findings of such runs, lines of JSON, into docs/cuda.md
 
 Without a part all are run, each within nine minutes. A check is a process of its own with a
-time-out, so a hang is a finding. Each finding is a line of JSON; the exit code is 1 if one fails.
-Checks of two processes need two GPUs, or --share: then both run on the first GPU, which shows
-everything but rates. --devices cpu: the checks that a CPU can stand for.
+time-out, so a hang is a finding. Each finding is a line of JSON on the standard output, and one to
+read on the standard error; the exit code is 1 if one fails. Checks of two processes need two GPUs,
+or --share: then both run on the first GPU, which shows everything but rates. --devices cpu: the
+checks that a CPU can stand for.
 """
 
 import argparse
+import itertools
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 
 from bench.support.daemons import CHECKOUT
+from oobleck.agent.gpus import versions
 from oobleck.cli.cluster.doctor import run_check
 from oobleck.core.orders import Finding
-from oobleck.host.gpu.devices import chosen_gpus, find_gpus, worker_environment
+from oobleck.host.gpu.devices import GpuReport, chosen_gpus, find_gpus, worker_environment
 from oobleck.host.system.process import completed, with_parent
 
 #: For a part, whichever of its checks hang.
@@ -47,30 +54,37 @@ class Check:
 PARTS: Mapping[str, Mapping[str, Check]] = {
     "transport": {
         "lone": Check("transport:lone", 60),
-        "messages": Check("transport:messages", 85, processes=2),
-        "ends": Check("transport:ends", 190, processes=2),
-        "recoveries": Check("transport:recoveries", 85, processes=2),
-        "groups": Check("transport:groups", 85, processes=2),
+        "launches": Check("transport:launches", 60),
+        "refused": Check("transport:refused", 95),
+        "messages": Check("transport:messages", 95, processes=2),
+        "receives": Check("transport:receives", 95, processes=2),
+        "polls": Check("transport:polls", 95, processes=2),
+        "ends": Check("transport:ends", 220, processes=2),
+        "recoveries": Check("transport:recoveries", 95, processes=2),
+        "groups": Check("transport:groups", 95, processes=2),
     },
     "engine": {
         "forks": Check("engine:forks", 60, on_cpus=True),
+        "starting": Check("engine:starting", 180, on_cpus=True),
         "killed": Check("engine:killed", 65),
         "waits": Check("engine:waits", 40),
         "backwards": Check("engine:backwards", 60, on_cpus=True),
         "syncs": Check("engine:syncs", 60, on_cpus=True),
         "errors": Check("engine:errors", 40, on_cpus=True),
         "block": Check("block:block", 90, on_cpus=True),
+        "step": Check("step:step", 240, on_cpus=True),
         "speed": Check("jobs:speed", 240, on_cpus=True),
+        "units": Check("jobs:units", 120, on_cpus=True),
     },
     "recovery": {
         "kills": Check("jobs:kills", 290, on_cpus=True),
-        "replicas": Check("transport:replicas", 85, processes=2),
-        "drill": Check("jobs:drill", 290, processes=2),
+        "replicas": Check("transport:replicas", 95, processes=2),
+        "drill": Check("jobs:drill", 290),
     },
 }
 DOCTOR = "doctor"
-#: The time that `oobleck doctor --gpu` promises, and half a minute to start.
-_DOCTOR_S = 630.0
+#: Name of the finding that says what the others were seen on.
+MACHINE = "machine"
 
 
 def chosen(parts: Sequence[str], names: Sequence[str]) -> Iterator[tuple[str, Mapping[str, Check]]]:
@@ -103,8 +117,12 @@ def run_part(
             if share:
                 given = [devices[0]] * check.processes
             elif len(devices) < check.processes:
+                what = f"not tried: it needs {check.processes} GPUs"
+                fix = "both of its processes run on one GPU with --share"
+                yield Finding(check=name, level="warn", what=what, fix=fix)
                 continue
-        left_s = until - clock()
+        began = clock()
+        left_s = until - began
         if left_s <= 0:
             what = f"not tried: the checks before it took {PART_S:g} s"
             yield Finding(check=name, level="warn", what=what, fix=f"run it with --check {name}")
@@ -113,7 +131,8 @@ def run_part(
         limit_s = round(min(check.limit_s, left_s), 1)
         words = " (two processes on one GPU)" if share and check.processes > 1 else ""
         for finding in run_check(name, command, limit_s, environment):
-            yield msgspec.structs.replace(finding, what=f"{finding.what}{words}")
+            figures = {**finding.figures, "check_s": round(clock() - began, 1)}
+            yield msgspec.structs.replace(finding, what=f"{finding.what}{words}", figures=figures)
 
 
 class _Report(msgspec.Struct):
@@ -125,8 +144,24 @@ class _Report(msgspec.Struct):
 def run_doctor(environment: Mapping[str, str]) -> Iterator[Finding]:
     """Run `oobleck doctor --gpu`."""
     command = [*with_parent("oobleck.cli.main"), "doctor", "--gpu", "--json"]
-    done = completed(command, _DOCTOR_S, environment)
+    try:
+        done = completed(command, PART_S, environment)
+    except subprocess.TimeoutExpired:
+        what, fix = f"no answer within {PART_S:g} s", "run oobleck doctor --gpu by itself"
+        yield Finding(check=DOCTOR, level="fail", what=what, fix=fix)
+        return
     yield from msgspec.json.decode(done.stdout, type=_Report).findings
+
+
+def described(report: GpuReport) -> Finding:
+    """Describe the machine. `report`: its GPUs."""
+    found = versions(report)
+    names = ", ".join(sorted({gpu.name for gpu in report.gpus}))
+    what = (
+        f"{len(report.gpus)} x {names}, driver {found.driver}, torch {found.torch}, CUDA "
+        f"{found.cuda}, NCCL {found.nccl}"
+    )
+    return Finding(check=MACHINE, level="pass", what=what)
 
 
 def run_here(name: str, devices: Sequence[str]) -> None:
@@ -142,16 +177,36 @@ def run_here(name: str, devices: Sequence[str]) -> None:
         _print(finding)
 
 
-def _print(finding: Finding) -> None:
-    sys.stdout.write(msgspec.json.encode(finding).decode() + "\n")
+def _print(found: object) -> None:
+    sys.stdout.write(msgspec.json.encode(found).decode() + "\n")
     sys.stdout.flush()
 
 
+def _start(device: str) -> None:
+    from bench.gpu.engine import start
+
+    _print(start(device))
+
+
+def _write_page(findings: str) -> None:
+    from bench.gpu.page import PAGE, filled
+
+    lines = Path(findings).read_bytes().splitlines()
+    PAGE.write_text(filled(PAGE.read_text(), [msgspec.json.decode(n, type=Finding) for n in lines]))
+
+
 def main() -> int:
-    """Run the parts, or, in a process of its own, one check or one member of a pair."""
+    """Run the parts or write the page; in a process of its own run one check, start on a device, or
+    be one member of a pair."""
     match sys.argv[1:]:
         case ["run", name, *devices]:
             run_here(name, devices)
+            return 0
+        case ["start", device]:
+            _start(device)
+            return 0
+        case ["page", findings]:
+            _write_page(findings)
             return 0
         case ["member", *arguments]:
             from bench.gpu.pair import run_member
@@ -177,23 +232,24 @@ def run_parts() -> int:
     given = parser.parse_args()
     path = os.pathsep.join(filter(None, (CHECKOUT, os.environ.get("PYTHONPATH"))))
     environment = {**worker_environment("cuda"), **os.environ, "PYTHONPATH": path}
+    devices = given.devices.split(",") if given.devices else []
+    found: list[Iterator[Finding]] = []
     try:
         parts = list(chosen(given.parts, given.check))
-        devices = given.devices.split(",") if given.devices else []
-        if not devices:
-            found = find_gpus(environment, chosen_gpus(None, environment)).gpus
-            devices = [f"cuda:{number}" for number in range(len(found))]
+        if devices != ["cpu"]:
+            report = find_gpus(environment, chosen_gpus(None, environment))
+            devices = devices or [f"cuda:{number}" for number in range(len(report.gpus))]
+            found.append(iter([described(report)]))
     except ValueError as error:
         parser.error(str(error).replace("--device ", "--devices "))
-    worst = 0
-    for _, checks in parts:
-        for finding in run_part(checks, devices, environment, share=given.share):
-            _print(finding)
-            worst |= finding.level == "fail"
+    found += [run_part(checks, devices, environment, share=given.share) for _, checks in parts]
     if not given.check and (not given.parts or DOCTOR in given.parts):
-        for finding in run_doctor(environment):
-            _print(finding)
-            worst |= finding.level == "fail"
+        found.append(run_doctor(environment))
+    worst = 0
+    for finding in itertools.chain.from_iterable(found):
+        _print(finding)
+        print(finding, file=sys.stderr)
+        worst |= finding.level == "fail"
     return worst
 
 

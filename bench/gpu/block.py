@@ -18,6 +18,7 @@ from oobleck.planner.profile.machine import GPUS, machine_of
 from oobleck.planner.profile.memory import GPU_CONTEXT_BYTES, MARGIN_SHARE
 from oobleck.worker.checkpoint.snapshots import Ring
 from oobleck.worker.profiling.measure_layers import measure_layers
+from oobleck.worker.runtime.device import board_name
 
 #: Share of the peak; a block reaches 0.4 to 0.5 on boards of the table.
 _LEAST_MFU = 0.25
@@ -58,7 +59,7 @@ def block(devices: Sequence[str]) -> Iterator[Finding]:
     for device in devices:
         place = torch.device(device)
         on_gpu = place.type == "cuda"
-        name = torch.cuda.get_device_name(place) if on_gpu else "cpu"
+        name = board_name(place)
         job = job_of(place)
         found = measure_layers(job, place, device, lambda: None).kinds[_BLOCK]
         yield judge_rates(device, name, rates_of(job, found, snapshot_s(place, found.moved_bytes)))

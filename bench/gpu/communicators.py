@@ -5,10 +5,12 @@ Each function is one member's part. Must not know processes: a board carries wha
 each other.
 """
 
+import gc
 import hashlib
 import os
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
@@ -35,6 +37,8 @@ _DONE_S = 30.0
 #: As the transport waits.
 _EAGER_S, _PAUSE_S = 0.0005, 0.0001
 _PINGS, _RATED = 200, 8
+#: For pending operations to show that their peer is gone, and for groups to end.
+_NOTICED_S, _RELEASED_S = 2.0, 10.0
 RECOVERIES = 20
 #: As many as a worker of a large plan is in.
 GROUPS = 20
@@ -73,10 +77,11 @@ class Member:
     maker: GroupMaker
     board: Board
 
-    def connect(self, name: str, kind: Kind) -> "Own":
-        """Make a communicator of both. `kind`: what the process of rank 0 does with it."""
+    def connect(self, name: str, kind: Kind, most_ctas: int = 0) -> "Own":
+        """Make a communicator of both. `kind`: what the process of rank 0 does with it;
+        `most_ctas`: most multiprocessors of an operation, 0: as workers have it."""
         number = self.rank if kind != "receive" else 1 - self.rank
-        ctas = GROUP_CTAS if kind == "sum" else LINK_CTAS
+        ctas = most_ctas or (GROUP_CTAS if kind == "sum" else LINK_CTAS)
         if number == 0:
             identifiers = Identifiers()
             group = self.maker.make(identifiers, 0, 2, ctas)
@@ -145,12 +150,10 @@ class Speeds:
 
     latency_s: float
     bytes_per_s: float
-    #: Time of a product while a receive waits for its message, in parts of its time alone.
-    slowdown: float
 
 
-def measure(member: Member, *, size: int, width: int) -> Speeds:
-    """Measure messages. `size`: numbers of a large one; `width`: the product's."""
+def measure(member: Member, *, size: int) -> Speeds:
+    """Measure messages. `size`: numbers of a large one."""
     to, back = member.connect("to", "send"), member.connect("back", "receive")
     small, large = member.numbers(64), member.numbers(size)
     for each in (to, back):
@@ -165,30 +168,19 @@ def measure(member: Member, *, size: int, width: int) -> Speeds:
         done(work)
     back.run(small)
     rate = _RATED * large.nbytes / (time.perf_counter() - began)
-    slowdown = 1.0
-    if member.rank == 0:
-        alone_s = _product_s(member.place, width)
-        pending = back.launch(small)
-        slowdown = _product_s(member.place, width) / alone_s
-        member.board.tell("computed", {})
-        done(pending)
-    else:
-        member.board.hear("computed")
-        back.run(small)
-    _end(member.place, [to.group, back.group])
-    return Speeds(latency_s=latency_s, bytes_per_s=rate, slowdown=slowdown)
+    end(member.place, [to.group, back.group])
+    return Speeds(latency_s=latency_s, bytes_per_s=rate)
 
 
-def _product_s(place: torch.device, width: int) -> float:
-    """Return the seconds of the fastest of some products: others may compute too."""
-    one = torch.ones(width, width, device=place, dtype=torch.bfloat16)
-    taken = []
-    for _ in range(6):
-        began = time.perf_counter()
-        other = one @ one
-        float(other[0, 0])  # waits for this stream alone
-        taken.append(time.perf_counter() - began)
-    return min(taken)
+class Ended(msgspec.Struct, frozen=True, kw_only=True):
+    """End of operations whose peer is gone."""
+
+    #: Operations that show it before an abort, and seconds until the last of them does.
+    noticed: int
+    noticed_s: float
+    abort_s: float
+    #: Seconds of the groups' destructors; None: longer than they may take.
+    released_s: float | None
 
 
 def give_up(
@@ -197,11 +189,13 @@ def give_up(
     gone: Callable[[], None] | None,
     *,
     size: int,
-) -> float:
-    """Launch six operations, lose the peer, abort; return the seconds of the aborts.
+    notice_s: float = _NOTICED_S,
+) -> Ended | None:
+    """Launch six operations, lose the peer, abort and drop the groups; None for the second process.
 
-    `size`: numbers of an operation. `leave`: ends the second process; `gone`: returns to the first
-    one once it has ended. None: the second one aborts them, too, and says so."""
+    `size`: numbers of an operation; `notice_s`: longest wait for the operations to show the loss.
+    `leave`: ends the second process; `gone`: returns to the first one once it has ended. None: the
+    second one aborts them, too, and says so."""
     own = [member.connect(f"{kind}-{number}", kind) for number, kind in enumerate(_PENDING)]
     groups = [each.group for each in own]
     for each in own:
@@ -209,32 +203,67 @@ def give_up(
     if member.rank == 1:
         member.board.hear("pending")
         if leave is None:
-            _end(member.place, groups)
+            end(member.place, groups)
             member.board.tell("aborted", {})
         else:
             leave()
-        return 0.0
-    for each in own:
-        each.launch(member.numbers(size))
+        return None
+    works = [each.launch(member.numbers(size)) for each in own]
     member.board.tell("pending", {})
     if gone is None:
         member.board.hear("aborted")
     else:
         gone()
+    shown, shown_s = noticed(works, notice_s)
     began = time.monotonic()
-    _end(member.place, groups)
-    assert _computes(member.place), "the device computes no more"
-    return time.monotonic() - began
+    end(member.place, groups)
+    assert computes(member.place), "the device computes no more"
+    abort_s = time.monotonic() - began
+    del each, own
+    return Ended(
+        noticed=shown,
+        noticed_s=shown_s,
+        abort_s=abort_s,
+        released_s=_released_s(works, groups),
+    )
 
 
-def _end(place: torch.device, groups: list[ProcessGroup]) -> None:
+def noticed(works: Sequence[Work], limit_s: float) -> tuple[int, float]:
+    """Return how many operations end within a time, and when the last of them does."""
+    began = time.monotonic()
+    found: dict[int, float] = {}
+    while len(found) < len(works) and (now := time.monotonic() - began) < limit_s:
+        for number, work in enumerate(works):
+            if number not in found and work.is_completed():
+                found[number] = now
+        time.sleep(_PAUSE_S)
+    return len(found), max(found.values(), default=0.0)
+
+
+def _released_s(works: list[Work], groups: list[ProcessGroup]) -> float | None:
+    """Drop operations and groups; return the seconds, None: more than `_RELEASED_S`. A group's
+    destructor joins threads of torch's, which may sleep."""
+
+    def release() -> None:
+        works.clear()
+        groups.clear()
+        gc.collect()
+
+    began = time.monotonic()
+    thread = threading.Thread(target=release, name="release", daemon=True)
+    thread.start()
+    thread.join(_RELEASED_S)
+    return None if thread.is_alive() else time.monotonic() - began
+
+
+def end(place: torch.device, groups: list[ProcessGroup]) -> None:
     """Abort all at once. Raises HelperLost if an abort does not end."""
     aborts = Aborts(place, _ABORTED_S)
     aborts.begin(groups)
     aborts.settle(lambda: None)
 
 
-def _computes(place: torch.device) -> bool:
+def computes(place: torch.device) -> bool:
     return float(torch.ones(8, 8, device=place).sum()) == 64.0
 
 
@@ -256,12 +285,12 @@ def recover_again(member: Member, free: Callable[[], int]) -> Left:
             each.run(member.numbers(64))
         if member.rank == 0:
             own[0].launch(member.numbers(64))  # which nobody sends
-        _end(member.place, [each.group for each in own])
+        end(member.place, [each.group for each in own])
         member.meet(f"{number}-ended")
         del each, own
         if not number:
             before, threads = free(), _threads()
-    assert _computes(member.place), "the device computes no more"
+    assert computes(member.place), "the device computes no more"
     return Left(bytes=max(0, before - free()), threads=max(0, _threads() - threads))
 
 
@@ -287,7 +316,7 @@ def use(
     whether the result is right; `free`: bytes of the device. Raises HelperLost."""
     first = connect("first")  # NCCL and torch have threads of their own from the first one on
     right = operate(first)
-    _end(place, [first])
+    end(place, [first])
     del first
     threads, before = _threads(), free()
     began = time.monotonic()
@@ -295,10 +324,10 @@ def use(
     right = right and all(operate(group) for group in made)
     connect_s, taken = time.monotonic() - began, before - free()
     began = time.monotonic()
-    _end(place, made)
+    end(place, made)
     del made
     abort_s = time.monotonic() - began
-    right = right and _computes(place)
+    right = right and computes(place)
     until = time.monotonic() + 1.0
     while _threads() > threads and time.monotonic() < until:
         time.sleep(_PAUSE_S)
@@ -366,7 +395,7 @@ def train_alike(member: Member, job: JobSpec) -> list[int]:
         for layer in layers
     }
     other = member.meet("digests", own)
-    _end(place, [sums.group])
+    end(place, [sums.group])
     return [layer for layer in layers if own[str(layer)] != other[str(layer)]]
 
 

@@ -1,5 +1,5 @@
-"""Checks of one device by what a worker does on it, without another worker: forks, a killed
-process's memory, calls that wait, equal backwards, waits of the host, errors."""
+"""Checks of one device by what a worker does on it, without another worker: forks, the start of a
+process, a killed one's memory, calls that wait, equal backwards, waits of the host, errors."""
 
 import os
 import subprocess
@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -19,7 +20,9 @@ from oobleck.core.job.spec import DataSpec, JobSpec, Recompute, TrainingSpec
 from oobleck.core.orders import Finding
 from oobleck.core.units import format_bytes
 from oobleck.host.detection import Detection
+from oobleck.host.system.process import completed, with_parent
 from oobleck.worker.doctor import tokens
+from oobleck.worker.runtime.device import has_queue
 from oobleck.worker.runtime.errors import for_want_of_memory, whose_fault
 from oobleck.worker.runtime.random import RowKeys
 from oobleck.worker.state.model_state import ModelState
@@ -39,6 +42,11 @@ _ROUNDING = 0.02
 #: Bytes that no device has.
 _TOO_MUCH = 1 << 60
 _ROWS = 8
+#: Ways of CUDA to load its kernels.
+LOADING = ("LAZY", "EAGER")
+#: Processes started in each way; the first one may find the driver asleep, and files not cached.
+_STARTS = 2
+_START_S = 40.0
 
 
 def forks(devices: Sequence[str]) -> Iterator[Finding]:
@@ -92,6 +100,61 @@ def _forked(device: str) -> int:
         status = 0 if float((ones @ ones).sum()) == 64.0**3 else 2
     finally:
         os._exit(status)
+
+
+class Started(msgspec.Struct, frozen=True, kw_only=True):
+    """Start of a process on a device."""
+
+    context_s: float
+    #: Of the first product, beyond that.
+    product_s: float
+    #: Memory of the device that is taken beside torch's.
+    beside_bytes: int
+
+
+def start(device: str) -> Started:
+    """Begin to use a device in this process, which has not used it before."""
+    place = torch.device(device)
+    began = time.perf_counter()
+    ones = torch.ones(2048, 2048, device=place, dtype=torch.bfloat16)
+    float(ones[0, 0])
+    opened = time.perf_counter()
+    float((ones @ ones)[0, 0])
+    multiplied = time.perf_counter()
+    beside = 0
+    if has_queue(place):
+        board = torch.get_device_module(place)
+        free, total = board.mem_get_info(place)
+        beside = total - free - board.memory_reserved(place)
+    return Started(
+        context_s=opened - began, product_s=multiplied - opened, beside_bytes=max(0, beside)
+    )
+
+
+def starting(devices: Sequence[str]) -> Iterator[Finding]:
+    """Report what the start of a process on a device costs, by how CUDA loads its kernels. Nothing
+    is judged: workers load as their agent says."""
+    command = [*with_parent("bench.gpu"), "start", devices[0]]
+    for loading in LOADING:
+        environment = {**os.environ, "CUDA_MODULE_LOADING": loading}
+        starts = []
+        for _ in range(_STARTS):
+            done = completed(command, _START_S, environment)
+            if done.returncode:
+                raise RuntimeError(done.stderr.decode(errors="replace").strip().rpartition("\n")[2])
+            starts.append(msgspec.json.decode(done.stdout, type=Started))
+        yield _told(loading, starts)
+
+
+def _told(loading: str, starts: Sequence[Started]) -> Finding:
+    best = min(starts, key=lambda each: each.context_s + each.product_s)
+    what = (
+        f"a process that loads kernels as {loading} has its context after {best.context_s:.2f} s "
+        f"and its first product {best.product_s:.2f} s later; "
+        f"{format_bytes(best.beside_bytes)} are taken beside torch's memory"
+    )
+    figures = {name: float(value) for name, value in msgspec.structs.asdict(best).items()}
+    return Finding(check="starting", level="pass", what=what, figures=figures)
 
 
 def killed(devices: Sequence[str]) -> Iterator[Finding]:

@@ -251,18 +251,47 @@ def judge_use(worker: str, planned: int, taken: int) -> Finding:
     return Finding(check="planned memory", level="pass", what=what)
 
 
+def units(devices: Sequence[str]) -> Iterator[Finding]:
+    """Run tests of a worker's state and step, in one process on one device."""
+    yield _tested("units", f"tests of state and step on {devices[0]}", unit_tests(devices[0]))
+
+
 def drill(devices: Sequence[str]) -> Iterator[Finding]:
-    """Run tests of recovery with real worker processes and real NCCL, all on one GPU."""
-    chosen = "two_losses_at_once or killed_within_a_step or join_at_a_step_boundary"
+    """Run tests of recovery and shared stages with real worker processes and real NCCL, all on one
+    GPU."""
+    what = f"tests of recovery and shared stages over NCCL, all workers on {devices[0]}"
+    yield _tested("drill", what, drill_tests(devices[0]))
+
+
+def unit_tests(device: str) -> list[str]:
+    """Return pytest's arguments for the check `units`."""
+    tests = ("state/test_model_state.py", "step/test_stage.py", "step/test_split_backward.py")
+    return ["--device", device, *(f"tests/worker/{name}" for name in tests)]
+
+
+#: Tests of the check `drill`. Some cases of the latter ones choose another transport.
+_DRILL = (
+    "two_losses_at_once",
+    "join_at_a_step_boundary",
+    "(killed_within_a_step and nccl)",
+    "(equals_one_process and rows)",
+)
+
+
+def drill_tests(device: str) -> list[str]:
+    """Return pytest's arguments for the check `drill`."""
+    nccl = ["-p", "bench.gpu.real_nccl", "--device", device, "--transport", "nccl"]
+    tests = ("recovery/test_recovery.py", "step/test_shared_stages.py")
+    return [*nccl, *(f"tests/worker/{name}" for name in tests), "-k", " or ".join(_DRILL)]
+
+
+def _tested(check: str, what: str, arguments: Sequence[str]) -> Finding:
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
-    command += ["-p", "bench.gpu.real_nccl", "--device", devices[0], "--transport", "nccl"]
-    command += ["-o", "filterwarnings=ignore", "--timeout", "120"]
-    command += ["tests/worker/recovery/test_recovery.py", "-k", chosen]
+    command += ["-o", "filterwarnings=ignore", "--timeout", "120", *arguments]
     done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, check=False)
     lines = (done.stdout or done.stderr).strip().splitlines() or ["no output"]
-    what = f"tests of recovery over NCCL, all workers on {devices[0]}: {lines[-1].strip('= ')}"
+    what = f"{what}: {lines[-1].strip('= ')}"
     if done.returncode:
         fix = f"run '{' '.join(command[1:])}'"
-        yield Finding(check="drill", level="fail", what=what, fix=fix)
-    else:
-        yield Finding(check="drill", level="pass", what=what)
+        return Finding(check=check, level="fail", what=what, fix=fix)
+    return Finding(check=check, level="pass", what=what)

@@ -19,7 +19,7 @@ from bench.gpu.communicators import Folder, Member
 from oobleck.host.system.process import with_parent
 from oobleck.worker.transport.nccl.group import NcclMaker, use_device
 
-_LIMIT_S = 40.0
+_LIMIT_S = 50.0
 _END_S = 5.0
 _KILLED_S = 1.0
 #: The longest that `pair` takes.
@@ -45,9 +45,12 @@ def own_host(name: str) -> dict[str, str]:
     return {**_SHARED, "NCCL_HOSTID": name}
 
 
-def pair(task: str, devices: Sequence[str]) -> tuple[str, list[int | None]]:
+def pair(
+    task: str, devices: Sequence[str], *, as_hosts: bool = True
+) -> tuple[str, list[int | None]]:
     """Run both members. Return the first one's last line, and both exit codes; None: it did not end
-    though it was killed."""
+    though it was killed. `as_hosts`: NCCL takes those of one GPU for a host each."""
+    apart = as_hosts and is_shared(devices)
     with tempfile.TemporaryDirectory(prefix="oobleck-gpu-") as folder:
         command = [*with_parent("bench.gpu"), "member", task]
         members = [
@@ -56,7 +59,7 @@ def pair(task: str, devices: Sequence[str]) -> tuple[str, list[int | None]]:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
-                env={**os.environ, **(own_host(f"r{rank}") if is_shared(devices) else {})},
+                env={**os.environ, **(own_host(f"r{rank}") if apart else {})},
             )
             for rank in range(2)
         ]

@@ -1,5 +1,5 @@
-"""Checks of NCCL by what a worker's own communicators do: groups, messages, lost peers, what
-recoveries leave behind, replicas that stay equal."""
+"""Checks of NCCL by what a worker's own communicators do: groups, launches, messages, lost peers,
+what recoveries leave behind, replicas that stay equal."""
 
 import os
 import signal
@@ -16,6 +16,7 @@ from bench.gpu.communicators import (
     GROUPS,
     RECOVERIES,
     STEPS,
+    Ended,
     Member,
     Speeds,
     Used,
@@ -27,11 +28,22 @@ from bench.gpu.communicators import (
     use_together,
 )
 from bench.gpu.engine import job_of
+from bench.gpu.launches import (
+    LAUNCHES,
+    Launched,
+    Polled,
+    Refused,
+    launch_alone,
+    launch_beside_polls,
+    refuse,
+    slow_down,
+)
 from bench.gpu.pair import Task, is_shared, pair
 from oobleck.core.orders import Finding
 from oobleck.core.units import format_bytes
 from oobleck.planner.profile.machine import GPUS, machine_of
-from oobleck.planner.profile.memory import sum_bytes
+from oobleck.planner.profile.memory import LINK_CTAS, sum_bytes
+from oobleck.worker.runtime.device import board_name
 from oobleck.worker.transport.nccl.group import NcclMaker
 
 Way = Literal["killed", "stopped", "aborts"]
@@ -53,7 +65,13 @@ _LEFT_BYTES = 64 << 20
 #: Memory of a group, in parts of what plans count.
 _MORE = 1.5
 _CONNECT_S = 15.0
+#: For the destructors of groups, and of the host for a launch.
+_RELEASE_S = 2.0
+_LAUNCH_S = 200e-6
+#: Cycles of a GPU, about two seconds.
+_BUSY_CYCLES = 4_000_000_000
 _POLL_S = 0.001
+_SIX = "six sends, receives and sums with a peer"
 _DEBUG = "see NCCL_DEBUG=INFO; a job can do without NCCL: resources: {transport: tcp}"
 
 
@@ -67,6 +85,98 @@ def lone(devices: Sequence[str]) -> Iterator[Finding]:
         return torch.cuda.mem_get_info(place)[0]
 
     yield judge_groups("lone", use_alone(NcclMaker(place), place, free))
+
+
+def launches(devices: Sequence[str]) -> Iterator[Finding]:
+    """Measure a launch of this process alone, and the abort of one that waits for other work."""
+    place = torch.device(devices[0])
+    torch.cuda.set_device(place)
+
+    def occupy() -> None:
+        torch.cuda._sleep(_BUSY_CYCLES)  # type: ignore[no-untyped-call]  # torch's
+
+    yield judge_launched(launch_alone(NcclMaker(place), place, occupy))
+
+
+def judge_launched(found: Launched) -> Finding:
+    """Judge launches of one process, and the abort of one that waits for two seconds of work."""
+    figures = msgspec.structs.asdict(found)
+    what = (
+        f"a launch takes the host {found.launch_s * 1e6:.0f} us; one that has not begun is aborted "
+        f"in {found.abort_s:.2f} s"
+    )
+    if found.launch_s > _LAUNCH_S:
+        fix = "look at CPU affinity and power saving of the host"
+        return Finding(check="launches", level="slow", what=what, fix=fix, figures=figures)
+    return Finding(check="launches", level="pass", what=what, figures=figures)
+
+
+def refused(devices: Sequence[str]) -> Iterator[Finding]:
+    """Check how NCCL refuses two processes of one host on one GPU."""
+    words, codes = pair("refused", [devices[0], devices[0]], as_hosts=False)
+    if codes != [0, 0]:
+        yield _failed("refused", "two processes on one GPU end otherwise", words)
+        return
+    yield judge_refused(msgspec.json.decode(words, type=Refused))
+
+
+def judge_refused(found: Refused) -> Finding:
+    """Judge the end of a group that cannot be."""
+    if not found.said:
+        what = "two processes on one GPU are not refused"
+        fix = "tell the project: it takes a shared GPU for one that NCCL refuses"
+        return Finding(check="refused", level="warn", what=what, fix=fix)
+    what = (
+        f"two processes on one GPU are refused ({found.said}), which counts as "
+        f"{found.taken_for}; the group is aborted in {found.abort_s:.2f} s"
+    )
+    if found.taken_for != "TransportError":
+        fix = "tell the project: it is for a meeting to be repeated, not for a sick GPU"
+        return Finding(check="refused", level="fail", what=what, fix=fix)
+    return Finding(check="refused", level="pass", what=what)
+
+
+def polls(devices: Sequence[str]) -> Iterator[Finding]:
+    """Check that a thread launches while another polls the same communicator."""
+    words, codes = pair("polls", devices)
+    if codes != [0, 0]:
+        yield _failed("polls", "launches beside polls of another thread fail", words)
+        return
+    yield judge_polled(msgspec.json.decode(words, type=Polled))
+
+
+def judge_polled(found: Polled) -> Finding:
+    """Judge launches beside polls."""
+    what = (
+        f"{LAUNCHES} launches beside {found.polls} polls of another thread take "
+        f"{found.launch_s * 1e6:.0f} us each, and all end"
+    )
+    figures = {"launch_s": found.launch_s, "polls": float(found.polls)}
+    if found.launch_s > _LAUNCH_S:
+        fix = "look at CPU affinity and power saving of the host"
+        return Finding(check="polls", level="slow", what=what, fix=fix, figures=figures)
+    return Finding(check="polls", level="pass", what=what, figures=figures)
+
+
+def receives(devices: Sequence[str]) -> Iterator[Finding]:
+    """Measure how much a receive that waits slows computation down, by its multiprocessors."""
+    words, codes = pair("receives", devices)
+    if codes != [0, 0]:
+        yield _failed("receives", "receives of some multiprocessors do not end", words)
+        return
+    yield judge_receives(msgspec.json.decode(words, type=dict[int, float]))
+
+
+def judge_receives(found: Mapping[int, float]) -> Finding:
+    """Judge receives that wait. `found`: time of a product in parts of its time alone, by the most
+    multiprocessors of the receive."""
+    each = ", ".join(f"{times:.2f} beside one of {most}" for most, times in found.items())
+    what = f"while a receive waits, products take of their time {each} multiprocessors at most"
+    figures = {f"times_of_{most}": times for most, times in found.items()}
+    if max(times for most, times in found.items() if most <= LINK_CTAS) > _SLOWDOWN:
+        fix = f"workers' receives have {LINK_CTAS}: look at NCCL_MAX_CTAS and the like"
+        return Finding(check="receives", level="slow", what=what, fix=fix, figures=figures)
+    return Finding(check="receives", level="pass", what=what, figures=figures)
 
 
 def groups(devices: Sequence[str]) -> Iterator[Finding]:
@@ -103,15 +213,15 @@ def judge_groups(check: str, used: Used, planned: int | None = None) -> Finding:
 
 
 def messages(devices: Sequence[str]) -> Iterator[Finding]:
-    """Measure how long a small message takes, how fast a large one is, and how much a receive that
-    waits slows computation down."""
+    """Measure how long a small message takes, and how fast a large one is."""
     words, codes = pair("messages", devices)
     if codes != [0, 0]:
         yield _failed("messages", "two communicators do not work", words)
         return
-    latency_s, rate, slowdown = map(float, words.split())
-    found = Speeds(latency_s=latency_s, bytes_per_s=rate, slowdown=slowdown)
-    yield judge_messages(torch.cuda.get_device_name(devices[0]), found, shared=is_shared(devices))
+    latency_s, rate = map(float, words.split())
+    found = Speeds(latency_s=latency_s, bytes_per_s=rate)
+    name = board_name(torch.device(devices[0]))
+    yield judge_messages(name, found, shared=is_shared(devices))
 
 
 def judge_messages(name: str, found: Speeds, *, shared: bool = False) -> Finding:
@@ -120,8 +230,7 @@ def judge_messages(name: str, found: Speeds, *, shared: bool = False) -> Finding
     machine = machine_of(f"cuda {name}")
     what = (
         f"a small message takes {found.latency_s * 1e6:.0f} us, a large one goes at "
-        f"{found.bytes_per_s / 1e9:.3g} GB/s; while a receive waits, products take "
-        f"{found.slowdown:.2f} of their time"
+        f"{found.bytes_per_s / 1e9:.3g} GB/s"
     )
     if shared:
         return Finding(check="messages", level="pass", what=f"{what} (two on one GPU: not judged)")
@@ -129,8 +238,6 @@ def judge_messages(name: str, found: Speeds, *, shared: bool = False) -> Finding
         fix = "see the check peers, and NCCL_DEBUG=INFO for the way that NCCL takes"
     elif found.latency_s > _LATENCY_S:
         fix = "look at CPU affinity and power saving of the host, and at NCCL_DEBUG=INFO"
-    elif found.slowdown > _SLOWDOWN:
-        fix = "receives hold more multiprocessors than 4: look at NCCL_MAX_CTAS and the like"
     else:
         return Finding(check="messages", level="pass", what=what)
     return Finding(check="messages", level="slow", what=what, fix=fix)
@@ -140,18 +247,23 @@ def ends(devices: Sequence[str]) -> Iterator[Finding]:
     """Check that six operations at once are given up in whichever way their peer goes."""
     for way in WAYS:
         words, codes = pair(f"ends-{way}", devices)
-        yield judge_end(way, words, ended=codes[0] == 0)
         if codes[0] != 0:
+            yield _failed("ends", f"{_SIX} {WAYS[way]} cannot be given up", words)
             return  # each of the others may take as long
+        yield judge_end(way, msgspec.json.decode(words, type=Ended))
 
 
-def judge_end(way: Way, words: str, *, ended: bool) -> Finding:
-    """Judge the aborts. `words`: seconds, or the last words of a process that failed."""
-    what = f"six sends, receives and sums with a peer {WAYS[way]}"
-    if not ended:
-        return _failed("ends", f"{what} cannot be given up", words)
-    what += f" are given up in {float(words):.2f} s"
-    if float(words) > _ABORT_S:
+def judge_end(way: Way, found: Ended) -> Finding:
+    """Judge the end of operations and of their groups."""
+    released = "more than 10" if found.released_s is None else f"{found.released_s:.2f}"
+    what = (
+        f"{_SIX} {WAYS[way]} are given up in {found.abort_s:.2f} s; the groups' destructors take "
+        f"{released} s; before, {found.noticed} showed the loss, within {found.noticed_s:.1f} s"
+    )
+    if found.released_s is None or found.released_s > _RELEASE_S:
+        fix = "threads of torch's sleep in them: TORCH_NCCL_BLOCKING_WAIT=1 starts none"
+        return Finding(check="ends", level="slow", what=what, fix=fix)
+    if found.abort_s > _ABORT_S:
         fix = "every recovery waits for that: update the driver and NCCL"
         return Finding(check="ends", level="slow", what=what, fix=fix)
     return Finding(check="ends", level="pass", what=what)
@@ -203,20 +315,24 @@ def _failed(check: str, what: str, words: str) -> Finding:
 # ---- members of a pair
 
 
+def _json(found: object) -> str:
+    return msgspec.json.encode(found).decode()
+
+
 def _measure(member: Member) -> str:
-    found = measure(member, size=_LARGE, width=_WIDTH)
-    return f"{found.latency_s} {found.bytes_per_s} {found.slowdown}"
+    found = measure(member, size=_LARGE)
+    return f"{found.latency_s} {found.bytes_per_s}"
 
 
 def _lose_peer(way: Way, member: Member) -> str:
     board = member.board
     if way == "aborts":
-        return str(give_up(member, None, None, size=_LARGE))
+        return _json(give_up(member, None, None, size=_LARGE))
     if member.rank == 1:
         board.tell("pid", {"pid": str(os.getpid()).encode()})
     signum = signal.SIGKILL if way == "killed" else signal.SIGSTOP
     leave = partial(os.kill, os.getpid(), signum)
-    return str(give_up(member, leave, lambda: _until_gone(board.hear("pid")), size=_LARGE))
+    return _json(give_up(member, leave, lambda: _until_gone(board.hear("pid")), size=_LARGE))
 
 
 def _until_gone(told: Mapping[str, bytes]) -> None:
@@ -239,11 +355,12 @@ def _recover(member: Member) -> str:
 
 
 TASKS: Mapping[str, Task] = {
-    "groups": lambda member: msgspec.json.encode(use_together(member)).decode(),
+    "groups": lambda member: _json(use_together(member)),
+    "refused": lambda member: _json(refuse(member)),
+    "polls": lambda member: _json(launch_beside_polls(member)),
+    "receives": lambda member: _json(slow_down(member, _WIDTH)),
     "messages": _measure,
     **{f"ends-{way}": partial(_lose_peer, way) for way in WAYS},
     "recoveries": _recover,
-    "replicas": lambda member: msgspec.json.encode(
-        train_alike(member, job_of(member.place))
-    ).decode(),
+    "replicas": lambda member: _json(train_alike(member, job_of(member.place))),
 }

@@ -6,9 +6,11 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend
 
+from bench.gpu import engine
 from bench.gpu.block import Rates, block, judge_attention, judge_rates, judge_reserved
 from bench.gpu.engine import (
     FREED_S,
+    LOADING,
     apart,
     backwards,
     errors,
@@ -19,8 +21,11 @@ from bench.gpu.engine import (
     judge_killed,
     judge_syncs,
     judge_want_of_memory,
+    starting,
     syncs,
 )
+from bench.gpu.step import contenders, judge_shares, step, told
+from bench.support.daemons import CHECKOUT
 from oobleck.core.orders import Finding
 from oobleck.worker.state.optimizer import learning_rate
 from oobleck.worker.step.stage import StageRunner
@@ -32,6 +37,43 @@ Check = Callable[[Sequence[str]], Iterator[Finding]]
 def test_a_cpu_passes_what_a_worker_does_on_it(check: Check) -> None:
     found = list(check(["cpu"]))
     assert {one.level for one in found} == {"pass"}, found
+
+
+def test_the_start_of_a_process_is_measured_in_each_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "_STARTS", 1)
+    monkeypatch.setenv("PYTHONPATH", CHECKOUT)
+    found = list(starting(["cpu"]))
+    for each, loading in zip(found, LOADING, strict=True):
+        assert f"loads kernels as {loading}" in each.what
+        assert each.figures["product_s"] > 0
+        assert each.figures["beside_bytes"] == 0
+
+
+def test_a_step_is_measured_beside_loops_of_torch() -> None:
+    *each, shares = step(["cpu"])
+    assert [one.what.partition(":")[0] for one in each] == [
+        name for name, _ in contenders(compiled=False)
+    ]
+    for one in each:
+        assert one.level == "pass", one
+        assert 0 < one.figures["host_s"] <= one.figures["step_s"]
+    expected = each[0].figures["tokens_per_s"] / each[1].figures["tokens_per_s"]
+    assert shares.figures["torch"] == pytest.approx(expected)
+    assert len([*contenders(compiled=True)]) == 6
+
+
+def test_conclusions_from_a_step() -> None:
+    reached = {"engine": 90.0, "torch": 100.0, "torch, compiled": 120.0}
+    well = judge_shares(reached)
+    assert (well.level, well.figures) == ("pass", {"torch": 0.9, "torch, compiled": 0.75})
+    faster = judge_shares({**reached, "engine, compiled": 114.0})
+    assert faster.figures == {"torch": 0.9, "torch, compiled": 0.95}
+    slow = judge_shares({**reached, "engine": 70.0})
+    assert (slow.level, bool(slow.fix)) == ("slow", True)
+    figures = {"tokens_per_s": 1e4, "flops_per_s": 494.5e12, "step_s": 1.0, "host_s": 0.1}
+    on_h100 = told("engine", "NVIDIA H100 80GB HBM3", {**figures, "peak_bytes": 2.0**30})
+    assert "(50% MFU)" in on_h100.what
+    assert "MFU" not in told("engine", "NVIDIA L40S", {**figures, "peak_bytes": 0.0}).what
 
 
 def test_gradients_are_held_against_each_other() -> None:

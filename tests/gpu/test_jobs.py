@@ -5,12 +5,24 @@ import importlib
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from bench.gpu import __main__ as command
 from bench.gpu.__main__ import PART_S, PARTS, Check, chosen, run_part
-from bench.gpu.jobs import KILLS, judge_kills, judge_speed, judge_use, kills, speed
+from bench.gpu.jobs import (
+    KILLS,
+    drill_tests,
+    judge_kills,
+    judge_speed,
+    judge_use,
+    kills,
+    speed,
+    unit_tests,
+    units,
+)
+from bench.gpu.page import NOT_SEEN, PAGE, filled, rows
 from bench.gpu.pair import PAIR_S, own_host
 from bench.gpu.transport import WAYS
 from bench.support.daemons import CHECKOUT
@@ -52,6 +64,27 @@ def test_jobs_recover_from_kills_on_a_cluster_of_this_host() -> None:
 
 
 @pytest.mark.soak
+def test_tests_of_state_and_step_are_run_on_a_device() -> None:
+    (found,) = units(["cpu"])
+    assert found.level == "pass", found
+    assert " passed" in found.what
+
+
+def test_tests_that_checks_name_are_there() -> None:
+    arguments = drill_tests("cpu")
+    line = [sys.executable, "-m", "pytest", "--collect-only", "-q", *arguments]
+    done = subprocess.run(line, cwd=CHECKOUT, capture_output=True, text=True, check=True)
+    found = {name for name in done.stdout.splitlines() if name.startswith("tests/")}
+    for part in arguments[arguments.index("-k") + 1].split(" or "):
+        words = part.strip("()").split(" and ")
+        assert any(all(word in name for word in words) for name in found), part
+    # Those that choose other transports would show nothing of NCCL.
+    assert not any("links" in name or "staged" in name for name in found)
+    for name in (*arguments, *unit_tests("cpu")):
+        assert not name.startswith("tests/") or (Path(CHECKOUT) / name).is_file()
+
+
+@pytest.mark.soak
 @pytest.mark.filterwarnings("ignore")  # torch warns of much as it compiles
 def test_the_speed_of_a_job_is_held_against_torch_alone() -> None:
     first, *use = speed(["cpu"])
@@ -70,7 +103,7 @@ def test_every_check_can_be_run() -> None:
 
 def test_limits_leave_room_for_those_of_the_checks_themselves() -> None:
     transport = PARTS["transport"]
-    for name in ("messages", "groups", "recoveries"):
+    for name in ("messages", "receives", "polls", "refused", "groups", "recoveries"):
         assert transport[name].limit_s >= PAIR_S + 30
     assert PARTS["recovery"]["replicas"].limit_s >= PAIR_S + 30
     assert transport["ends"].limit_s >= len(WAYS) * PAIR_S + 30
@@ -123,7 +156,7 @@ def test_checks_of_two_processes_want_two_gpus_or_share_one(
         asked.clear()
         return [each.what for each in run_part(checks, devices, {}, share=share)]
 
-    assert ran(["cuda:0"]) == ["well", "well"]
+    assert ran(["cuda:0"]) == ["well", "not tried: it needs 2 GPUs", "well"]
     assert asked == [["one", "cuda:0"], ["three", "cuda:0"]]
     assert ran(["cuda:0"], share=True)[1] == "well (two processes on one GPU)"
     assert asked[1] == ["two", "cuda:0", "cuda:0"]
@@ -138,6 +171,55 @@ def test_the_command_prints_findings_as_lines_of_json() -> None:
     done = subprocess.run(line, cwd=CHECKOUT, capture_output=True, text=True, check=True)
     (found,) = map(json.loads, done.stdout.splitlines())
     assert (found["check"], found["level"]) == ("errors", "pass")
+    assert found["figures"]["check_s"] > 0
+    assert done.stderr.startswith("PASS  errors: ")
+
+
+def test_the_doctor_is_a_part() -> None:
+    line = [sys.executable, "-m", "bench.gpu", "doctor", "--devices", "cpu"]
+    done = subprocess.run(line, cwd=CHECKOUT, capture_output=True, text=True, check=False)
+    found = [json.loads(each) for each in done.stdout.splitlines()]
+    assert {"driver", "shared memory"} <= {each["check"] for each in found}
+    assert done.returncode == any(each["level"] == "fail" for each in found)
+
+
+def test_a_doctor_that_hangs_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hangs(line: list[str], limit_s: float, environment: object) -> None:
+        raise subprocess.TimeoutExpired(line, limit_s)
+
+    monkeypatch.setattr(command, "completed", hangs)
+    (found,) = command.run_doctor({})
+    assert (found.check, found.level) == ("doctor", "fail")
+
+
+#: Names of findings that are not their check's.
+MORE = {"block": ["attention", "reserved"], "speed": ["planned memory"]}
+
+
+def test_the_page_has_a_row_for_each_check() -> None:
+    expected = [
+        each for checks in PARTS.values() for name in checks for each in (name, *MORE.get(name, []))
+    ]
+    assert [name for name, _, _ in rows(PAGE.read_text())] == expected
+
+
+def test_the_page_is_filled_by_findings() -> None:
+    page = PAGE.read_text()
+    findings = [
+        Finding(check="machine", level="pass", what="1 x NVIDIA H100"),
+        Finding(check="lone", level="pass", what="20 groups | connect"),
+        Finding(check="ends", level="pass", what="killed: 0.2 s"),
+        Finding(check="ends", level="slow", what="stopped: 9 s", fix="f"),
+    ]
+    seen = filled(page, findings)
+    found, before = ({name: cell for name, _, cell in rows(text)} for text in (seen, page))
+    assert found["lone"] == "PASS: 20 groups / connect"
+    assert found["ends"] == "SLOW: stopped: 9 s (the worst of 2)"
+    assert {name for name, cell in found.items() if cell != before[name]} == {"lone", "ends"}
+    assert "Seen on 1 x NVIDIA H100." in seen
+    assert filled(seen, []) == seen
+    assert "Seen on" in page
+    assert {*before.values()} == {NOT_SEEN} or "Seen on 1" in page
 
 
 def test_each_process_of_a_shared_gpu_is_a_host_to_nccl() -> None:
