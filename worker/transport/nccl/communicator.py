@@ -183,7 +183,7 @@ class Communicator:
         #: Guards both: one thread may see an end while another one launches.
         self._lock = threading.Lock()
         #: Stream by which its operations follow the work that was queued before their request.
-        self.behind: torch.cuda.Stream | None = None
+        self.behind: torch.Stream | None = None
 
     @property
     def stamp(self) -> bytes:

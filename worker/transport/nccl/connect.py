@@ -441,12 +441,14 @@ class Connecting:
             raise _Left
 
 
-def _own_stream(device: torch.device) -> contextlib.AbstractContextManager[None]:
+def _own_stream(
+    device: torch.device,
+) -> contextlib.AbstractContextManager[torch.Stream | None]:
     """Return a stream of this thread's own on a GPU. Otherwise a first use would wait for all
     queued computation."""
     if device.type != "cuda":
         return contextlib.nullcontext()
-    return torch.cuda.stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]  # no types
+    return torch.Stream(device)
 
 
 def _label(name: Name) -> Label:

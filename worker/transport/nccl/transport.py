@@ -50,6 +50,7 @@ from torch._C._distributed_c10d import Work
 
 from oobleck.planner.programs.communicators import Name
 from oobleck.worker.runtime import pulse
+from oobleck.worker.runtime.device import mark_queued
 from oobleck.worker.runtime.errors import TransportError
 from oobleck.worker.transport.linked import LinkTransport
 from oobleck.worker.transport.nccl.communicator import (
@@ -180,22 +181,13 @@ class NcclTransport:
 
     # ---- launching
 
-    def _mark(self) -> torch.cuda.Event | None:
-        """Record an event after the work queued on the device so far. Return None where there is no
-        queue."""
-        if not self.has_queue:
-            return None
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # no types
-        event.record(torch.cuda.current_stream(self._device))
-        return event
-
     def _operation(
         self, name: Name, tensors: Sequence[Tensor], peers: Collection[int]
     ) -> Operation:
         """Return an operation that follows the work queued so far, whichever thread launches it."""
         part, communicator = part_of(name, self.rank), self._communicators[name]
         launch = partial(communicator.launch, part)
-        if (asked := self._mark()) is not None:
+        if (asked := mark_queued(self._device)) is not None:
             launch = partial(self._launch_behind, communicator, part, asked)
         return Operation(self, communicator, peers, tensors, launch)
 
@@ -203,12 +195,12 @@ class NcclTransport:
         self,
         communicator: Communicator,
         part: Part,
-        asked: torch.cuda.Event,
+        asked: torch.Event,
         tensors: Sequence[Tensor],
     ) -> Work:
         if communicator.behind is None:
-            communicator.behind = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]  # no types
-        with torch.cuda.stream(communicator.behind):
+            communicator.behind = torch.Stream(self._device)
+        with communicator.behind:
             communicator.behind.wait_event(asked)
             return communicator.launch(part, tensors)
 
@@ -359,7 +351,7 @@ class NcclTransport:
             operation = self._under_way.pop()
             self.wait_until(operation.is_launched, operation.peers)
             self.wait_until(operation.has_ended, operation.peers)
-        if (event := self._mark()) is not None:
+        if (event := mark_queued(self._device)) is not None:
             self.wait_until(event.query)
         self._host.complete()
 
