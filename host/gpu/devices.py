@@ -177,9 +177,14 @@ _NCCL_ENVIRONMENT = {
     # The first use of a lazily loaded kernel waits for all others on the device, including a
     # receive that waits for its peer.
     "CUDA_MODULE_LOADING": "EAGER",
-    # torch's watchdog must not end the process for an error, raise it in its own thread, write
-    # files about it or wait. The worker recovers from a lost peer itself. Its monitor would end a
-    # process whose watchdog waits for a kernel to abort.
+    # The worker recovers from a lost peer itself, and torch needs no watchdog: it would ask NCCL
+    # beside the worker's threads, and sleep for a minute after each failed operation, which the end
+    # of the group waits for. With this torch starts none, nor the monitor that looks after it.
+    "TORCH_NCCL_BLOCKING_WAIT": "1",
+    # Where an operator wants one: it must not wait, end the process for an error, raise it in its
+    # own thread or write files about it. Its monitor would end a process whose watchdog waits for a
+    # kernel to abort.
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",

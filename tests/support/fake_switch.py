@@ -21,15 +21,13 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllreduceOptions, AllToAllOptions
 
 from oobleck.worker.transport.nccl.group import Identifiers
-from support.fake_nccl import Device, Fabric, FakeGroup, FakeWork
+from support.fake_nccl import Alone, Device, Fabric, FakeGroup, FakeWork
 
 #: How often a thread that waits for something else looks whether its process has ended.
 _LOOK_S = 0.02
 _KEY = "0"
 #: Of a process: which one a group gets is not asked of it, so none is ever given twice.
 _STREAMS = 1 << 12
-#: Said of an operation before its result: that will not come, since a member has left.
-_HOPELESS = "hopeless"
 #: What a message is sent as: type, shape and bytes.
 _Packed = tuple[str, tuple[int, ...], bytes]
 
@@ -119,7 +117,8 @@ class Switch:
         group: FakeGroup | None = None
         try:
             identifier, rank, size, pid = connection.recv()
-            device = self._devices.setdefault(pid, Device(streams=_STREAMS))
+            # One launches at a time in the process, which is looked at there (`RemoteGroup`).
+            device = self._devices.setdefault(pid, Device(streams=_STREAMS, strict=False))
             group = FakeGroup(self._fabric, device, Identifiers({_KEY: identifier}), rank, size)
             group.eager_connect_single_device(None)
             self._uses[group] = 0
@@ -158,12 +157,8 @@ class Switch:
             work = group.alltoall(tensors, sent, AllToAllOptions())
         else:
             work = group.allreduce(tensors, AllreduceOptions())
-        told = False
         while not work.wait_for(_LOOK_S):
             self._look_for_end(connection)
-            if not told and work.is_hopeless():
-                told = True
-                connection.send(_HOPELESS)
         self.done += 1
         self._uses[group] += 1
         return list(map(_packed, tensors))
@@ -177,7 +172,10 @@ class Switch:
 class RemoteGroup:
     """One member of a group, within a worker."""
 
-    def __init__(self, path: str, identifiers: Identifiers, rank: int, size: int) -> None:
+    def __init__(
+        self, path: str, identifiers: Identifiers, rank: int, size: int, launches: Alone
+    ) -> None:
+        """`launches`: those of the process."""
         if rank == 0:
             identifiers.set(_KEY, secrets.token_bytes(8))
         self._hello = identifiers.get(_KEY), rank, size, os.getpid()
@@ -187,12 +185,13 @@ class RemoteGroup:
         #: The first is readable once the other one is closed.
         self._end, self._ending = socket.socketpair()
         self._asking = threading.Lock()
-        self._hopeless = threading.Event()
+        self._launches, self._calls = launches, Alone([])
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
 
     def eager_connect_single_device(self, device: torch.device | None) -> None:
-        self._connection = Client(self._path, "AF_UNIX")
-        self._connection.send(self._hello)
+        with self._launches.entered("a connect"), self._calls.entered("a connect"):
+            self._connection = Client(self._path, "AF_UNIX")
+            self._connection.send(self._hello)
         threading.Thread(target=self._run, name="fake NCCL", daemon=True).start()
 
     def send(self, tensors: list[Tensor], peer: int, tag: int) -> FakeWork:
@@ -202,7 +201,13 @@ class RemoteGroup:
         return self._enqueue("receive", tensors, tensors)
 
     def allreduce(self, tensors: list[Tensor], options: AllreduceOptions) -> FakeWork:
-        return self._enqueue("sum", tensors, tensors)
+        if tensors[0].numel():
+            return self._enqueue("sum", tensors, tensors)
+        with self._calls.entered("a question"):
+            self._connect()
+        work = FakeWork(self._error)
+        work.end()
+        return work
 
     def alltoall(
         self, received: list[Tensor], sent: list[Tensor], options: AllToAllOptions
@@ -217,12 +222,9 @@ class RemoteGroup:
             self._connection.close()
 
     def _enqueue(self, what: str, tensors: list[Tensor], results: list[Tensor]) -> FakeWork:
-        if self._aborted.is_set():
-            raise RuntimeError("NCCL communicator was aborted")
-        if not self._connected:
-            self._connected = True
-            self._ask("connect", [])
-        work = FakeWork(hopeless=self._hopeless.is_set)
+        with self._launches.entered(f"a {what}"), self._calls.entered(f"a {what}"):
+            self._connect()
+        work = FakeWork(self._error)
 
         def kernel() -> None:
             try:
@@ -235,6 +237,17 @@ class RemoteGroup:
 
         self._queue.put(kernel)
         return work
+
+    def _connect(self) -> None:
+        if self._aborted.is_set():
+            raise RuntimeError("NCCL communicator was aborted")
+        if not self._connected:
+            self._connected = True
+            self._ask("connect", [])
+
+    def _error(self) -> None:
+        with self._calls.entered("a question"):
+            return
 
     def _ask(self, what: str, tensors: list[Tensor]) -> list[_Packed]:
         packed = list(map(_packed, tensors))
@@ -249,11 +262,9 @@ class RemoteGroup:
                     raise RuntimeError("NCCL communicator was aborted")
                 if self._connection.poll():
                     answer: list[_Packed] | str = self._connection.recv()
-                    if not isinstance(answer, str):
-                        return answer
-                    if answer != _HOPELESS:
+                    if isinstance(answer, str):
                         raise RuntimeError(answer)
-                    self._hopeless.set()
+                    return answer
 
     def _run(self) -> None:
         while (kernel := self._queue.get()) is not None:
@@ -267,9 +278,10 @@ class RemoteMaker:
         """`path`: of the switch."""
         self._path = path
         self._taken = 0
+        self._launches = Alone([])
 
     def make(self, identifiers: Identifiers, rank: int, size: int, most_ctas: int) -> RemoteGroup:
-        return RemoteGroup(self._path, identifiers, rank, size)
+        return RemoteGroup(self._path, identifiers, rank, size, self._launches)
 
     def take_stream(self) -> int:
         # Of a pool as large as torch's; what groups do at the switch they do in others.

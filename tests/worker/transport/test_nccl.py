@@ -9,12 +9,15 @@ nobody waits for what never ends.
 import random
 import threading
 import time
+import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from typing import Any, Literal
 
 import pytest
 import torch
+from torch._C._distributed_c10d import AllreduceOptions
 
 from oobleck.core.ids import WorkerId
 from oobleck.core.instructions import (
@@ -36,11 +39,12 @@ from oobleck.worker.step.mailbox import AHEAD
 from oobleck.worker.transport.linked import LinkTransport
 from oobleck.worker.transport.nccl.communicator import Line
 from oobleck.worker.transport.nccl.connect import Communicators, is_kept, stamps_of
-from oobleck.worker.transport.nccl.group import Aborts, peers_may_fail
+from oobleck.worker.transport.nccl.group import Aborts, Identifiers, peers_may_fail
 from oobleck.worker.transport.nccl.transport import NcclTransport
 from oobleck.worker.transport.transport import Pending
 from support.fake_nccl import (
     CUDA_FAILED,
+    WORKERS,
     Device,
     Fabric,
     FakeWork,
@@ -65,11 +69,20 @@ class Cluster:
     """Ranks with a device each, and the transports between them."""
 
     def __init__(
-        self, party: Party, size: int, *, room: int = 4, together: int = 0, streams: int = 32
+        self,
+        party: Party,
+        size: int,
+        *,
+        room: int = 4,
+        together: int = 0,
+        streams: int = 32,
+        network: bool = False,
+        environment: Mapping[str, str] = WORKERS,
     ) -> None:
         self.party = party
-        fabric = Fabric(together)
-        self.ranks = [RankOfFabric(fabric, Device(room, streams)) for _ in range(size)]
+        fabric = Fabric(together, network=network)
+        devices = [Device(room, streams) for _ in range(size)]
+        self.ranks = [RankOfFabric(fabric, device, environment) for device in devices]
         self.aborts: list[Aborts] = []
         self.communicators: list[Communicators] = []
         self.end_within(10)
@@ -149,7 +162,7 @@ def cluster() -> Iterator[Callable[..., Cluster]]:
     made: list[Cluster] = []
     parties: list[Party] = []
 
-    def make(size: int, **options: int) -> Cluster:
+    def make(size: int, **options: Any) -> Cluster:
         parties.append(Party(size, sealed=False))
         made.append(Cluster(parties[-1], size, **options))
         return made[-1]
@@ -157,6 +170,7 @@ def cluster() -> Iterator[Callable[..., Cluster]]:
     yield make
     for each in made:
         each.close()
+        assert [rank.device.misused for rank in each.ranks] == [[]] * len(each.ranks)
     for party in parties:
         party.__exit__()
 
@@ -588,7 +602,7 @@ STRIKES: dict[str, tuple[Callable[[], None], type[Exception] | None]] = {
     "no memory": (raising(torch.OutOfMemoryError("CUDA out of memory")), torch.OutOfMemoryError),
     "slow": (partial(time.sleep, 0.05), None),
 }
-CALLS = ["make", "connect", "send", "recv", "allreduce", "alltoall", "end", "wait", "abort"]
+CALLS = ["make", "connect", "send", "recv", "allreduce", "alltoall", "end", "synchronize", "abort"]
 
 
 @pytest.mark.parametrize("strike", STRIKES)
@@ -680,10 +694,12 @@ def test_nobody_asks_about_a_group_while_it_is_aborted(cluster):
     ends a thread that does."""
     here = cluster(2)
     first, _ = here.connect([(0, 1)], PAIR)
-    asked = FakeWork(threading.Event())
-    asked._aborting.set()
+    group = here.ranks[0].groups[0]
+    asked = group.allreduce([torch.ones(0)], AllreduceOptions())
+    group.aborting.set()
     with pytest.raises(AssertionError, match="asked during an abort"):
         asked.is_completed()
+    group.aborting.clear()
     first.receive(torch.zeros(1), 1, 0)
     pending = first.all_reduce(torch.ones(1), (0, 1))
     # In vain, and an abort waits for it.
@@ -696,6 +712,170 @@ def test_nobody_asks_about_a_group_while_it_is_aborted(cluster):
     here.communicators[0].await_idle()
     ends.set()
     here.aborts[0].settle(lambda: None)
+
+
+#: Environments of torch: one of its own, and that of workers where an operator wants a watchdog.
+WATCHED = {"TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "100"}
+BARELY_WATCHED = {**WORKERS, "TORCH_NCCL_BLOCKING_WAIT": "0"}
+
+
+def test_the_fakes_watchdog_sleeps_for_what_has_failed():
+    rank = RankOfFabric(Fabric(), environment=WATCHED)
+    group = rank.make(Identifiers(), 0, 1, 1)
+    group.eager_connect_single_device(CPU)
+    rank.faults["end"] = raising(REMOTE)
+    work = group.allreduce([torch.ones(1)], AllreduceOptions())
+    until(work.is_completed, "its error")
+    ending = threading.Thread(target=group.abort)
+    ending.start()
+    ending.join(SOON_S)
+    assert ending.is_alive()
+    ending.join(30)
+
+
+@pytest.mark.parametrize("environment", [WORKERS, BARELY_WATCHED], ids=["none", "barely"])
+def test_no_watchdog_holds_up_the_end_of_what_has_failed(cluster, environment):
+    here = cluster(2, environment=environment)
+    here.end_within(5)
+    transports = here.connect([(0, 1)], PAIR)
+    for transport in transports:
+        here.ranks[transport.rank].faults["end"] = raising(REMOTE)
+        transport.all_reduce(torch.ones(1), (0, 1))
+    for transport in transports:
+        with pytest.raises(TransportError, match="ncclRemoteError"):
+            transport.complete()
+        transport.abort()
+    here.settle()
+
+
+def test_who_waits_for_a_sum_hears_that_a_member_leaves(cluster):
+    """And is not held up by torch."""
+    here = cluster(2)
+    first, second = here.connect([(0, 1)])
+    # Said to be launched, and its kernel never runs.
+    here.ranks[0].groups[0].allreduce = lambda tensors, options: FakeWork()
+    pending = first.all_reduce(torch.ones(1), (0, 1))
+    second.all_reduce(torch.ones(1), (0, 1))
+    heard = threading.Event()
+
+    def wait() -> None:
+        with pytest.raises(TransportError):
+            pending.wait()
+        heard.set()
+
+    threading.Thread(target=wait, daemon=True).start()
+    second.dispose()
+    assert heard.wait(10)
+
+
+@pytest.mark.parametrize("network", [False, True], ids=["within a node", "over a network"])
+def test_a_lost_peer_is_an_error_of_nccls_or_none(cluster, network):
+    """A receive's memory is not given away while its kernel runs."""
+    here = cluster(2, network=network)
+    sender, receiver = here.connect(ways=PAIR)
+    pending = receiver.receive(torch.zeros(1), 0, 1)
+    came = weakref.ref(pending._operation._tensors[0])
+    # Said to be launched, and its kernel never runs.
+    here.ranks[0].groups[0].send = lambda tensors, peer, tag: FakeWork()
+    sender.send(torch.ones(1), 1, 1)
+    until(lambda: here.ranks[1].device.running == 1, "the kernel")
+    here.ranks[0].groups[0].abort()
+    if network:
+        with pytest.raises(TransportError, match="ncclRemoteError"):
+            pending.wait()
+    else:
+        assert not pending._operation.has_ended()
+    assert here.ranks[1].device.running == 1
+    assert came() is not None
+    sender.abort()
+    with pytest.raises(TransportError):
+        pending.wait()
+
+
+def ask(asked: threading.Event, has_ended: Callable[[], bool]) -> bool:
+    asked.set()
+    return has_ended()
+
+
+@pytest.mark.parametrize("end", ["goes on", "fails", "is aborted"])
+def test_nobody_asks_about_a_communicator_that_another_thread_launches_on(
+    cluster, end, monkeypatch
+):
+    """In NCCL that is not safe, and torch would take the answer for the state of the communicator:
+    whoever waits for its operations would hear of no error."""
+    here = cluster(2)
+    sender, receiver = here.connect(ways=PAIR)
+    faults, launching, asked = here.ranks[1].faults, Hanging(), threading.Event()
+    may_end, told = threading.Event(), list[object]()
+    tensors = [torch.zeros(1) for _ in range(2)]
+    first, second = (receiver.receive(each, 0, 1) for each in tensors)
+    operation = first._operation
+    monkeypatch.setattr(operation, "has_ended", partial(ask, asked, operation.has_ended))
+    faults["end"] = partial(may_end.wait, 30)
+
+    def wait() -> None:
+        for pending in (first, second):
+            try:
+                pending.wait()
+                told.append(None)
+            except TransportError as error:
+                told.append(str(error))
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    sender.send(torch.full((1,), 5.0), 1, 1)
+    until(lambda: "end" not in faults, "it has come")
+    until(asked.is_set, "it to be asked about")
+    faults["recv"] = launching
+    sender.send(torch.full((1,), 6.0), 1, 1)
+    until(launching.has_begun.is_set, "the launch")
+    if end == "fails":
+        faults["end"] = raising(REMOTE)
+    may_end.set()
+    time.sleep(SOON_S)
+    assert (told, here.ranks[1].device.misused) == ([], [])
+    if end == "is aborted":
+        receiver.abort()
+        waiting.join(30)
+        assert told == ["the groups were aborted"] * 2
+    launching.let_return()
+    waiting.join(30)
+    if end == "goes on":
+        assert [tensor.item() for tensor in tensors] == [5.0, 6.0]
+    if end == "fails":
+        assert "ncclRemoteError" in told[1]
+
+
+def test_a_first_use_waits_for_no_peer(cluster):
+    """It keeps training from launching: here from the receive of a message whose send it would wait
+    for, on both sides."""
+    here = cluster(2)
+    here.connect(ways=PAIR)
+    for transport in here.transports:
+        transport.dispose()
+    making = [Hanging() for _ in here.ranks]
+    for rank, hanging in zip(here.ranks, making, strict=True):
+        rank.faults["make"] = hanging
+    here.party.meet()
+    names: list[Name] = [("owners", (0, 1)), *(("link", way) for way in PAIR)]
+    here.transports = here.party.everywhere(lambda links: here.join(links, names, at_once=False))
+
+    def launch(part: Literal["send", "receive"]) -> None:
+        for transport in here.transports:
+            own, other = transport.rank, 1 - transport.rank
+            way = (own, other) if part == "send" else (other, own)
+            launching = here.communicators[own].launching
+            assert launching.acquire(timeout=10), "a first use waits"
+            transport.communicator("link", way).launch(part, [torch.zeros(1)])
+            launching.release()
+
+    launch("send")
+    for hanging in making:
+        hanging.let_return()
+    time.sleep(SOON_S)
+    launch("receive")
+    for transport in here.transports:
+        until(lambda each=transport: each.connected, "it to connect")
 
 
 def test_a_peer_that_counts_in_another_way_is_at_fault(cluster):

@@ -148,6 +148,34 @@ class Line:
                 self._links.links.send(notes.peer, self._label, number)
 
 
+# ---- Locks, in the order in which a thread takes them.
+#
+# 1. `Communicators.launching`, one per device: launches and connecting. NCCL calls it unsafe to
+#    launch on two communicators of one device at once.
+# 2. One of the transport or of `Connecting`, for the length of a poll: no abort begins meanwhile.
+# 3. `Communicator._calls`: NCCL allows one thread at a time on a communicator.
+# 4. Those of the links.
+#
+# Whoever holds the first one waits for its own device at most, on which no kernel waits for a peer
+# then (`Connecting`). So it is let go soon, whatever the peers do. Others wait for it by `held`: an
+# abort ends the wait. A poll does not wait for the third one, whose holder may be in a launch.
+# Aborts take none of these: they must end a call of NCCL's that does not return.
+
+
+_LOOK_S = 0.05
+
+
+@contextmanager
+def held(lock: threading.Lock, check: Callable[[], None]) -> Iterator[None]:
+    """Hold a lock. `check` is called during a long wait for it, and may raise."""
+    while not lock.acquire(timeout=_LOOK_S):
+        check()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
 STAMP_BYTES = 8
 
 
@@ -162,8 +190,7 @@ class Key:
 
 
 class Communicator:
-    """Communicator, launched on by one thread at a time. Its state may only be queried while no
-    abort of it is under way."""
+    """Communicator. Its state may only be queried while no abort of it is under way."""
 
     def __init__(self, key: Key, born: int, group: ProcessGroup, stream: int) -> None:
         """Make it. `born`: epoch of the meeting in which it is made; `stream`: stream of its
@@ -180,8 +207,9 @@ class Communicator:
         self.launched = 0
         #: Last operation, until its end was seen: it keeps its tensors.
         self._last: Work | None = None
-        #: Guards both: one thread may see an end while another one launches.
-        self._lock = threading.Lock()
+        #: Held by the thread that is in NCCL with it. A question that falls into another thread's
+        #: launch would also keep torch from ever seeing an error.
+        self._calls = threading.Lock()
         #: Stream by which its operations follow the work that was queued before their request.
         self.behind: torch.Stream | None = None
 
@@ -202,11 +230,16 @@ class Communicator:
             self.failed = True
             raise
 
+    def await_connection(self, device: torch.device) -> None:
+        """Wait until NCCL has connected it, as an empty sum does, which launches nothing."""
+        with self._calls, self.calling():
+            self.group.allreduce([torch.empty(0, device=device)], AllreduceOptions())
+
     def launch(self, part: Part, tensors: Sequence[Tensor]) -> Work:
         """Queue its next operation on the device. `tensors`: one; for an exchange the received
         ones, by member, and then the sent ones."""
         own = list(tensors)
-        with self.calling():
+        with self._calls, self.calling():
             if part == "sum":
                 work = self.group.allreduce(own, AllreduceOptions())
             elif part == "exchange":
@@ -216,25 +249,29 @@ class Communicator:
                 work = self.group.send(own, 1, 0)
             else:
                 work = self.group.recv(own, 0, 0)
-        with self._lock:
             self.launched += 1
             self._last = work
         return work
 
     def has_ended(self, work: Work | None = None) -> bool:
-        """Return whether `work`, launched on it, has ended; by default everything launched. Raises
-        as `peers_may_fail` does."""
-        work = work or self._last
-        if work is None:
-            return True
-        with self.calling():
-            if not work.is_completed():
-                return False
-            if (error := work.exception()) is not None:
-                raise error
-        with self._lock:
+        """Return whether `work`, launched on it, is seen to have ended; by default everything
+        launched. False while another thread is in NCCL with it. Raises as `peers_may_fail` does,
+        maybe before its kernel has ended."""
+        if not self._calls.acquire(blocking=False):
+            return False
+        try:
+            work = work or self._last
+            if work is None:
+                return True
+            with self.calling():
+                if not work.is_completed():
+                    return False
+                if (error := work.exception()) is not None:
+                    raise error
             if self._last is work:
                 self._last = None
+        finally:
+            self._calls.release()
         return True
 
     def is_whole(self) -> bool:
@@ -314,9 +351,9 @@ class Operation:
         self._transport.wait_until(self.is_launched, self.peers)
         assert self._work is not None, "it is launched"
         with self._communicator.calling():
-            self._work.wait()
+            # torch's `wait` would hold the thread up, as it does without a watchdog.
+            self._work.synchronize()
         if not self._transport.has_queue:
-            # It also returns where the operation can never end.
             self._transport.wait_until(self.has_ended, self.peers)
 
 

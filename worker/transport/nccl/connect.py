@@ -7,9 +7,12 @@ two, however the communicators overlap.
 
 Then each is used once, so that no step has to wait for a first use, which may wait for the whole
 device. That happens one after the other, in an order that all workers share, when all members have
-reached it (`lines`). There is no deadlock: of all unfinished ones, the first one in the order can
-end, since its members have finished all before it. Training launches meanwhile without waiting for
-the device, so its kernels end.
+reached it (`lines`). A first use keeps training from launching. So it begins when NCCL has
+connected the communicator and no operation of training is under way here, and then waits for
+computations at most. There is no deadlock. Operations of training end whatever connects, and
+training then goes on until its step ends or it waits: in both cases nothing is under way. So of all
+unfinished first uses the first one in the order can end, since its members have finished all before
+it.
 
 A call of NCCL's may never return; giving up leaves its thread behind. A member that leaves in order
 ends only the connecting. The generation is about to end, and some may not know the result of its
@@ -41,6 +44,7 @@ from oobleck.worker.transport.nccl.communicator import (
     Communicator,
     Key,
     Line,
+    held,
     key_of,
     part_of,
 )
@@ -147,6 +151,8 @@ class Communicators:
         self.aborts = aborts
         self._maker = maker
         self._streams = StreamRing(maker.take_stream)
+        #: Held while something is launched or begins to connect on the device.
+        self.launching = threading.Lock()
         self._lock = threading.Lock()
         #: True if the last connecting took too long here.
         self.late = False
@@ -265,6 +271,7 @@ class Connecting:
         links: LinkTransport,
         communicators: Communicators,
         news: Callable[[], None],
+        is_idle: Callable[[], bool],
         limit_s: float = LIMIT_S,
         *,
         needed: bool,
@@ -273,17 +280,19 @@ class Connecting:
 
         `names`: all with this rank, in the order of first use; there are links to their members.
         `news`: called from the thread when it is done or has failed, and when a line has news.
-        `needed`: it must not take too long.
+        `is_idle`: returns whether no operation on other communicators is under way. `needed`: it
+        must not take too long.
         """
         self._names = names
         self._links = links
         self._communicators = communicators
         self._news = news
+        self._is_idle = is_idle
         self._limit_s = limit_s
         self._needed = needed
         self._end_at = time.monotonic() + limit_s
         self._members = {rank for _, group in names for rank in group} - {links.rank}
-        #: Held while one is made, or NCCL is asked for the state of its use.
+        #: Held while what was made is changed, or NCCL is asked for the state of its use.
         self._lock = threading.RLock()
         self._given_up = False
         #: True if it will never be done, although training is unharmed.
@@ -401,7 +410,7 @@ class Connecting:
         if over:
             self._communicators.end([made])
             self._check()
-        with made.calling():
+        with held(self._communicators.launching, self._check), made.calling():
             made.group.eager_connect_single_device(self._communicators.device)
 
     def _try(self, name: Name, device: torch.device) -> None:
@@ -410,10 +419,13 @@ class Connecting:
         part = part_of(name, self._links.rank)
         count = 2 * len(name[1]) if part == "exchange" else 1
         probes = [torch.zeros(1, device=device) for _ in range(count)]
+        communicator.await_connection(device)
         line.want(partial(communicator.launch, part, probes))
 
         def is_launched() -> bool:
-            line.advance()
+            with held(self._communicators.launching, self._check):
+                if self._is_idle():
+                    line.advance()
             return communicator.launched > 0
 
         def has_ended() -> bool:

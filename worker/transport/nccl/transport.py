@@ -60,6 +60,7 @@ from oobleck.worker.transport.nccl.communicator import (
     Line,
     Operation,
     Part,
+    held,
     part_of,
 )
 from oobleck.worker.transport.nccl.connect import LIMIT_S, Communicators, Connecting
@@ -117,8 +118,8 @@ class NcclTransport:
         #: Python's lock.
         self._asking = threading.Lock()
         self._aborted = False
-        #: Held while launching, so that operations of a line are launched in order.
-        self._launching = threading.RLock()
+        #: Held while launching, which also keeps the order of a line.
+        self._launching = communicators.launching
         #: All and only those in use, each with its line.
         self._communicators: dict[Name, Communicator] = {}
         self._lines: dict[Name, Line] = {}
@@ -132,6 +133,7 @@ class NcclTransport:
         self._under_way: deque[Operation] = deque()
         #: Communicators that are not in use yet; None: there are none.
         self._connecting: Connecting | None = None
+        self._thread = threading.Thread(target=self._launch_all, name="nccl", daemon=True)
         keys = {name: _key(name, links) for name in names if self.rank in name[1]}
         kept = communicators.keep({key: name[1] for name, key in keys.items()}, told)
         communicators.aborts.settle(links.check)  # frees the memory of those that are not kept
@@ -147,7 +149,13 @@ class NcclTransport:
             if new := {name: key for name, key in keys.items() if key not in kept}:
                 log.info("connecting", extra={"kept": self.kept, "count": len(new)})
                 self._connecting = Connecting(
-                    new, links, communicators, self._news.set, limit_s, needed=at_once or not late
+                    new,
+                    links,
+                    communicators,
+                    self._news.set,
+                    self._is_idle,
+                    limit_s,
+                    needed=at_once or not late,
                 )
                 if at_once:
                     self._connecting.wait()
@@ -155,7 +163,7 @@ class NcclTransport:
         except BaseException:
             self._give_up()
             raise
-        threading.Thread(target=self._launch_all, name="nccl", daemon=True).start()
+        self._thread.start()
 
     @property
     def connected(self) -> bool:
@@ -167,7 +175,7 @@ class NcclTransport:
         return self._failure or (connecting.failure if connecting is not None else None)
 
     def use_connected(self) -> None:
-        with self._launching:
+        with held(self._launching, self.check):
             connecting = self._connecting
             if connecting is not None:
                 assert connecting.done, "all members are"
@@ -207,7 +215,7 @@ class NcclTransport:
     def _ask(self, name: Name, *tensors: Tensor) -> Operation:
         line = self._lines[name]
         operation = self._operation(name, tensors, line.peers)
-        with self._launching:
+        with held(self._launching, self.check):
             self.check()
             self._asked.add(operation)
             line.want(operation.launch)
@@ -219,7 +227,7 @@ class NcclTransport:
 
     def advance(self) -> None:
         """Launch operations that are ready."""
-        with self._launching:
+        with held(self._launching, self.check):
             self.check()
             for line in self._lines.values():
                 line.advance()
@@ -244,6 +252,12 @@ class NcclTransport:
         with self._asking:
             self.check()
             yield
+
+    def _is_idle(self) -> bool:
+        """Return whether everything that was launched is seen to have ended."""
+        with self._asking:
+            used = self._communicators.values()
+            return not self._aborted and all(each.is_whole() for each in used)
 
     # ---- waits
 
@@ -335,7 +349,7 @@ class NcclTransport:
             return
         # Others may still wait for the end of their operations, which an abort here could disturb.
         self._host.gather(b"")
-        with self._launching:
+        with held(self._launching, self.check):
             self._moves_state = False
             ended = [each for name, each in self._communicators.items() if name[0] == "state"]
             used = {n: each for n, each in self._communicators.items() if n[0] != "state"}
@@ -391,6 +405,8 @@ class NcclTransport:
                         break
                     time.sleep(_PAUSE_S)
                 left -= {each for each in stay if each.is_whole()}
+            else:
+                self._kept.aborts.wait_for(self._thread)
         finally:
             self._kept.end(left)
             self._kept.end_use()
