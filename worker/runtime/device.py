@@ -78,6 +78,12 @@ def nccl_version() -> str:
     return ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]  # no types
 
 
+def torch_version() -> tuple[int, int]:
+    """Return torch's major and minor version."""
+    major, minor, *_ = torch.__version__.split(".")
+    return int(major), int(minor)
+
+
 def limit_allocator(device: torch.device, communicator_bytes: int) -> None:
     """Make torch return its cached memory, and limit its allocator so that CUDA and communicators
     of so many bytes get theirs from the driver."""

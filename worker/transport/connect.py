@@ -26,7 +26,13 @@ from oobleck.planner.programs.communicators import (
     in_rounds,
 )
 from oobleck.planner.programs.transfer import Transfer
-from oobleck.worker.runtime.device import held_by_others, limit_allocator, nccl_version, open_device
+from oobleck.worker.runtime.device import (
+    held_by_others,
+    limit_allocator,
+    nccl_version,
+    open_device,
+    torch_version,
+)
 from oobleck.worker.runtime.errors import TransportError
 from oobleck.worker.transport.linked import LinkTransport
 from oobleck.worker.transport.nccl.connect import LIMIT_S, STATE_LIMIT_S, Communicators, stamps_of
@@ -48,15 +54,19 @@ Choice = Literal["links", "staged", "nccl"]
 #: estimate: no GPU has been measured.
 CONNECTED_CHUNKS = 16
 
+#: Least version of torch over NCCL. Earlier ones ask NCCL about a communicator while another thread
+#: of theirs is in it, which may end the process (pytorch/pytorch#169484).
+LEAST_TORCH = (2, 10)
+
 log = logging.getLogger(__name__)
 
 
 def choose(has_gpu: bool, wanted: TransportName, told: Sequence["Announced"]) -> Choice:
     """Return the kind of transport; `told`: announcements by rank.
 
-    NCCL is used if the job allows it, every worker has a GPU of its own, all have the same NCCL,
-    and none is in too many groups. Otherwise links carry the tensors of CPUs directly, and those of
-    GPUs staged in host memory.
+    NCCL is used if the job allows it, every worker has a GPU of its own, all have the same NCCL and
+    a torch that is safe with it, and none is in too many groups. Otherwise links carry the tensors
+    of CPUs directly, and those of GPUs staged in host memory.
 
     NCCL connects neither the parts of a divided GPU nor other versions of itself. Groups beyond
     torch's streams share one, where operations may wait for each other in another order than at
@@ -72,8 +82,13 @@ def choose(has_gpu: bool, wanted: TransportName, told: Sequence["Announced"]) ->
         log.info("staged through host memory", extra={"why": "workers share a GPU, or have none"})
         return "staged"
     most = max(one.groups for one in told)
+    oldest = min(one.torch for one in told)
     why = ""
-    if len(versions) > 1:
+    if oldest < LEAST_TORCH:
+        why = "a node has torch {}.{}, which is not safe with NCCL; install {}.{} or newer".format(
+            *oldest, *LEAST_TORCH
+        )
+    elif len(versions) > 1:
         why = f"nodes have NCCL {' and '.join(versions)}; install one torch on all"
     elif most > MOST_COMMUNICATORS:
         why = f"a worker would be in {most} groups of NCCL's, and {MOST_COMMUNICATORS} work"
@@ -100,6 +115,8 @@ class Announced(msgspec.Struct, frozen=True, kw_only=True):
     board: str = ""
     #: Version of NCCL, which talks only to its own version.
     nccl: str = ""
+    #: Major and minor version of torch.
+    torch: tuple[int, int] = (0, 0)
     #: Number of NCCL groups that it would be in.
     groups: int = 0
     #: Groups that it has, as `Communicators.told`.
@@ -158,6 +175,7 @@ class Connector:
         said = Announced(
             board=self._board,
             nccl=nccl_version(),
+            torch=torch_version(),
             groups=len(wiring.names),
             has=self._communicators.told(),
             trained=trained,

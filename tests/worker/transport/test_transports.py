@@ -21,8 +21,9 @@ from torch._C._distributed_c10d import AllreduceOptions
 from oobleck.host.gpu.devices import worker_environment
 from oobleck.planner.programs.communicators import Name, wiring_of
 from oobleck.planner.programs.transfer import Transfer
+from oobleck.worker.runtime.device import torch_version
 from oobleck.worker.runtime.errors import TransportError
-from oobleck.worker.transport.connect import Announced, Moving, choose, ways_of_state
+from oobleck.worker.transport.connect import LEAST_TORCH, Announced, Moving, choose, ways_of_state
 from oobleck.worker.transport.linked import LinkTransport
 from oobleck.worker.transport.links.calls import Card
 from oobleck.worker.transport.links.hub import Links
@@ -379,8 +380,17 @@ def test_an_abort_releases_those_who_wait_and_refuses_all_later_use(everywhere):
 )
 def test_the_choice(name, wanted, told, choice):
     said = [[*one.split(), "", "", "0"] if not one else [*one.split(), "0"] for one in told]
-    devices = [Announced(board=a, nccl=b, groups=int(c)) for a, b, c, *_ in said]
+    devices = [Announced(board=a, nccl=b, torch=LEAST_TORCH, groups=int(c)) for a, b, c, *_ in said]
     assert choose(name != "cpu", wanted, devices) == choice
+
+
+def test_a_torch_that_is_not_safe_with_nccl_is_named(caplog):
+    told = [Announced(board=board, nccl="2.29", torch=LEAST_TORCH) for board in "ab"]
+    assert choose(True, "auto", told) == "nccl"
+    told[1] = Announced(board="b", nccl="2.29", torch=(2, 9))
+    assert choose(True, "auto", told) == "staged"
+    assert "torch 2.9," in caplog.records[-1].why
+    assert torch_version() >= LEAST_TORCH
 
 
 @pytest.mark.parametrize(("pipelines", "stages"), [(2, 4), (4, 4), (8, 1)])
@@ -388,7 +398,7 @@ def test_pipelines_of_stages_of_eight_gpus_go_over_nccl(pipelines, stages):
     plan = plan_of_cuts(*[([(1, 8)] * stages, 4)] * pipelines)
     wirings = [wiring_of(plan, each, tied=True, ordered=False) for each in plan.workers]
     told = [
-        Announced(board=str(each), nccl="2.29", groups=len(wiring.names))
+        Announced(board=str(each), nccl="2.29", torch=LEAST_TORCH, groups=len(wiring.names))
         for each, wiring in zip(plan.workers, wirings, strict=True)
     ]
     assert choose(True, "auto", told) == "nccl"
