@@ -42,7 +42,7 @@ _POLL_S = 0.001
 #: Time that a launch takes.
 _LAUNCH_S = 0.0002
 #: Longest wait of a group's first use for its connection; much shorter than that of workers.
-_READY_S = 1.0
+_READY_S = 2.0
 #: Sleep of the watchdog for a failed operation, in parts of the time that dumps are waited for.
 _SLEEPS = 4
 _DUMP_MILSEC = 15_000

@@ -38,8 +38,8 @@ from oobleck.worker.runtime.errors import HelperLost, NodeError, TransportError,
 from oobleck.worker.step.mailbox import AHEAD
 from oobleck.worker.transport.linked import LinkTransport
 from oobleck.worker.transport.nccl.communicator import Line
-from oobleck.worker.transport.nccl.connect import Communicators, is_kept, stamps_of
-from oobleck.worker.transport.nccl.group import Aborts, Identifiers, peers_may_fail
+from oobleck.worker.transport.nccl.connect import LIMIT_S, Communicators, is_kept, stamps_of
+from oobleck.worker.transport.nccl.group import ABORT_LIMIT_S, Aborts, Identifiers, peers_may_fail
 from oobleck.worker.transport.nccl.transport import NcclTransport
 from oobleck.worker.transport.transport import Pending
 from support.fake_nccl import (
@@ -956,6 +956,11 @@ def test_a_call_that_never_returns_is_left_behind(cluster, call):
     hanging.let_return()
     groups = here.ranks[0].groups
     until(lambda: [group.is_aborted for group in groups] == [True], "no group is left")
+
+
+def test_connecting_is_given_up_before_torch_gives_it_up_and_then_the_process():
+    given_up_s = float(WORKERS["TORCH_NCCL_NONBLOCKING_TIMEOUT"])
+    assert LIMIT_S < given_up_s < ABORT_LIMIT_S
 
 
 def test_groups_that_never_connect_are_given_up(cluster):

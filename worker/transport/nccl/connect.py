@@ -249,8 +249,9 @@ class Communicators:
 
 log = logging.getLogger(__name__)
 
-#: NCCL examines the machines' wires while it makes a communicator.
-LIMIT_S = 60.0
+#: NCCL examines the machines' wires while it makes a communicator. Within the limit of torch's own
+#: (TORCH_NCCL_NONBLOCKING_TIMEOUT), after which a peer seems to be lost.
+LIMIT_S = 40.0
 #: The same where training waits for it and could do without: state may go over the host.
 STATE_LIMIT_S = 15.0
 _POLL_S = 0.001
