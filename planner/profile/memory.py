@@ -30,10 +30,12 @@ _BUFFERS_BYTES = (512 << 10) + 120 * 640 * 8 * 8 + (4 << 20)
 #: Tables of a communicator, beside its buffers. An estimate.
 _TABLES_BYTES = 4 << 20
 #: Most multiprocessors of a GPU that an NCCL operation takes, which is also its number of channels.
+#: Two are enough for a link: a message of 33 MB is to pass within a stage's forward of 17 ms (8
+#: billion parameters on 8 H100s), and each channel carries some GB/s. Estimates.
 #:
 #: NCCL's own choice between two A100s, 24, took 544 MB there (NVIDIA/nccl#964; 24 channels of a
 #: ring and a tree with the buffers above are 462 MB). Sums go over the network.
-LINK_CTAS = 4
+LINK_CTAS = 2
 GROUP_CTAS = 8
 #: Communicators of a worker of a usual plan: sums for the cuts of four kinds of pipelines, and
 #: links to the stages before and after.

@@ -109,10 +109,32 @@ class Device:
         self._changed = threading.Condition()
         self._room = room
         self._running: set[object] = set()
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        #: Computations: those that were queued, and those among them that are done.
+        self._queued = self.computed = 0
         #: Calls that NCCL does not allow.
         self.misused: list[str] = []
         #: Launches, and what connects.
         self.launches = Alone(self.misused if strict else None)
+
+    def compute(self, computation: Callable[[], None]) -> None:
+        """Queue a computation. They run one after the other, while the host goes on."""
+        if not self._queued:
+            threading.Thread(target=self._compute, name="fake device", daemon=True).start()
+        self._queued += 1
+        self._queue.put(computation)
+
+    def mark(self) -> "Mark":
+        return Mark(self, self._queued)
+
+    def close(self) -> None:
+        """Compute no more."""
+        self._queue.put(None)
+
+    def _compute(self) -> None:
+        while (computation := self._queue.get()) is not None:
+            computation()
+            self.computed += 1
 
     def take_stream(self) -> int:
         self._taken += 1
@@ -152,6 +174,17 @@ class Device:
             running = set(self._running)
             if not self._changed.wait_for(lambda: not running & self._running, _PATIENCE_S):
                 raise TimeoutError("the device is never free")
+
+
+class Mark:
+    """Behind the computations that were queued before it."""
+
+    def __init__(self, device: Device, behind: int) -> None:
+        self._device = device
+        self._behind = behind
+
+    def query(self) -> bool:
+        return self._device.computed >= self._behind
 
 
 class Fabric:
@@ -520,6 +553,9 @@ class RankOfFabric:
         self.faults: Faults = {}
         self._fabric = fabric
         self._environment = environment
+
+    def mark(self) -> Mark:
+        return self.device.mark()
 
     def take_stream(self) -> int:
         return self.device.take_stream()

@@ -152,6 +152,8 @@ class Cluster:
     def close(self) -> None:
         for links in self.party.transports:
             links.abort()  # whoever still connects
+        for rank in self.ranks:
+            rank.device.close()
         for transport in self.transports:
             transport.abort()
         self.settle()
@@ -185,10 +187,18 @@ class Interpreter:
     program, sums waited for in the end; all work waits for the whole device."""
 
     def __init__(
-        self, transport: NcclTransport, device: Device, plan: Plan, program: Sequence[Instruction]
+        self,
+        transport: NcclTransport,
+        device: Device,
+        plan: Plan,
+        program: Sequence[Instruction],
+        *,
+        waits: bool = True,
     ) -> None:
+        """`waits`: the host waits for each computation; else it only queues them."""
         self._transport = transport
         self._device = device
+        self._waits = waits
         self._program = program
         self._rank = {worker: rank for rank, worker in enumerate(plan.workers)}
         self._due: dict[WorkerId, deque[Message]] = {}
@@ -205,7 +215,10 @@ class Interpreter:
         sums = []
         for step in self._program:
             if isinstance(step, COMPUTE):
-                self._device.synchronize()
+                if self._waits:
+                    self._device.synchronize()
+                else:
+                    self._device.compute(self._device.synchronize)
             elif isinstance(step, SyncGradient):
                 tensor = torch.ones(3)
                 group = tuple(sorted(self._rank[owner] for owner in step.owners))
@@ -235,7 +248,7 @@ class Interpreter:
             self._posted[step.peer, tag_of(step)] = tensor, pending
 
 
-def run_program(cluster: Cluster, plan: Plan) -> None:
+def run_program(cluster: Cluster, plan: Plan, *, waits: bool = True) -> None:
     by_rank = list(compile_programs(plan, tied=False).values())
     wirings = [wiring_of(plan, worker, tied=False, ordered=True) for worker in plan.workers]
     cluster.connect_by([wiring.names for wiring in wirings])
@@ -243,22 +256,23 @@ def run_program(cluster: Cluster, plan: Plan) -> None:
     def run(links: LinkTransport) -> None:
         rank = links.rank
         device, transport = cluster.ranks[rank].device, cluster.transports[rank]
-        Interpreter(transport, device, plan, by_rank[rank]).run()
+        Interpreter(transport, device, plan, by_rank[rank], waits=waits).run()
 
     cluster.party.everywhere(run)
 
 
+@pytest.mark.parametrize("waits", [True, False], ids=["host", "device"])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
-def test_a_schedule_runs_where_all_work_waits_for_all_kernels(cluster, schedule):
+def test_a_schedule_runs_where_all_work_waits_for_all_kernels(cluster, schedule, waits):
     plan = plan_of_cuts(([1, 1, 1], 4), ([2, 1], 3), schedule=schedule)
-    run_program(cluster(len(plan.workers)), plan)
+    run_program(cluster(len(plan.workers)), plan, waits=waits)
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_any_routes_run_where_all_work_waits_for_all_kernels(cluster, seed):
     """Re-routed after losses, or in no order at all, with stages of several workers."""
     plan = random_listed(random.Random(seed))
-    run_program(cluster(len(plan.workers)), plan)
+    run_program(cluster(len(plan.workers)), plan, waits=seed % 2 == 0)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -455,16 +469,25 @@ def test_a_stages_communicator_is_kept_where_its_parts_are_the_same(cluster, ord
     assert here.party.everywhere(talk) == [others[order.index(rank)] for rank in range(3)]
 
 
-def test_a_receive_takes_nothing_of_the_device_before_its_message_is_announced(cluster):
+def test_a_message_takes_nothing_of_either_device_before_it_is_computed(cluster):
+    """Though both have asked for it, and later ones go another way meanwhile."""
     here = cluster(2)
     sender, receiver = here.connect(ways=PAIR)
-    tensor = torch.zeros(2)
-    pending = receiver.receive(tensor, 0, 1)
-    here.ranks[1].device.synchronize()  # else it never returns
-    sent = sender.send(torch.full((2,), 3.0), 1, 1)
-    pending.wait()
-    sent.wait()
-    assert tensor.tolist() == [3.0, 3.0]
+    computed = threading.Event()
+    tensors = [torch.zeros(2) for _ in range(3)]
+    pending = [receiver.receive(each, 0, 1) for each in tensors[:2]]
+    here.ranks[0].device.compute(partial(computed.wait, 30))
+    sent = [sender.send(torch.full((2,), value), 1, 1) for value in (3.0, 4.0)]
+    back = sender.receive(tensors[2], 1, 2)
+    receiver.send(torch.full((2,), 5.0), 0, 2)
+    back.wait()
+    time.sleep(SOON_S)
+    assert [rank.device.running for rank in here.ranks] == [0, 0]
+    assert [tensor.tolist() for tensor in tensors[:2]] == [[0.0] * 2] * 2, "they are launched"
+    computed.set()
+    for each in (*pending, *sent):
+        each.wait()
+    assert [tensor.tolist() for tensor in tensors] == [[value] * 2 for value in (3.0, 4.0, 5.0)]
 
 
 @pytest.mark.parametrize(

@@ -33,9 +33,13 @@ from oobleck.worker.transport.nccl.group import ProcessGroup, peers_may_fail
 # over the links between hosts what they are ready for, and launch only what their peers launch at
 # once.
 #
-# A receiver announces that it wants a message, the sender then sends it and says so, and the
-# receiver receives it. In a sum or an exchange each member announces that it is ready. All
-# operations of a line have one order on all its members, so a number identifies an operation.
+# A receiver announces that it wants a message. The sender sends it once the device has computed it,
+# and says so, and the receiver receives it: no kernel waits for a computation. In a sum or an
+# exchange each member announces that it is ready. All operations of a line have one order on all
+# its members, so a number identifies an operation.
+#
+# There is no deadlock. The computation of a message waits only for operations that are launched,
+# since the host waits for an operation's launch before it queues what follows it.
 
 
 _NUMBER = struct.Struct("!Q")
@@ -45,6 +49,8 @@ _NUMBER = struct.Struct("!Q")
 Part = Literal["send", "receive", "sum", "exchange"]
 #: Begins the operation on the device.
 Launch = Callable[[], object]
+#: Returns whether the device has computed what is to be sent.
+IsThere = Callable[[], bool]
 
 
 def key_of(name: Name) -> int:
@@ -111,27 +117,32 @@ class Line:
         links.reach_all(self.peers)
         identities = [links.reach(peer) for peer in self.peers]
         self._notes = [_Notes(links, each, self._label, wake) for each in identities]
-        self._wanted: deque[Launch] = deque()
+        self._wanted: deque[tuple[Launch, IsThere]] = deque()
         self._said = 0
         self._launched = 0
 
-    def want(self, launch: Launch) -> None:
+    def want(self, launch: Launch, is_there: IsThere = lambda: True) -> None:
         """Add the line's next operation. Raises TransportError."""
-        self._wanted.append(launch)
+        self._wanted.append((launch, is_there))
         if self._part != "send":
             self._say()
 
-    def advance(self) -> None:
-        """Launch operations that are ready. Raises TransportError."""
+    def advance(self) -> bool:
+        """Launch operations that are ready. Return whether the next one waits for the device alone.
+        Raises TransportError."""
         if any(notes.confused for notes in self._notes):
             raise TransportError("a peer counts the operations of NCCL differently")
         ready = min(notes.count for notes in self._notes)
         while self._wanted and self._launched < ready and self._is_joined():
-            launch = self._wanted.popleft()
+            launch, is_there = self._wanted[0]
+            if self._part == "send" and not is_there():
+                return True
+            self._wanted.popleft()
             self._launched += 1
             launch()
             if self._part == "send":
                 self._say()
+        return False
 
     def _is_joined(self) -> bool:
         """Return whether the peers launch the next operation, too; peers that have left do not. A
@@ -293,7 +304,7 @@ class Waiting(Protocol):
     #: True if the device waits by its queue, and no thread does. Host memory has no queue.
     has_queue: bool
 
-    def advance(self) -> None:
+    def advance(self) -> object:
         """Launch operations that are ready."""
 
     def unaborted(self) -> AbstractContextManager[None]:

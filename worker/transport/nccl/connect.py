@@ -149,6 +149,8 @@ class Communicators:
         self.device = device
         #: Ends under way.
         self.aborts = aborts
+        #: Puts a mark behind what a thread has queued on the device.
+        self.mark = maker.mark
         self._maker = maker
         self._streams = StreamRing(maker.take_stream)
         #: Held while something is launched or begins to connect on the device.

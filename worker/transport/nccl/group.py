@@ -68,8 +68,18 @@ class Identifiers(Store):
             raise KeyError(f"nothing is known as {', '.join(keys)}")
 
 
+class Mark(Protocol):
+    """Mark in the device's queue."""
+
+    def query(self) -> bool:
+        """Return whether everything that was queued before it is done."""
+
+
 class GroupMaker(Protocol):
     """Maker of process groups on one device."""
+
+    def mark(self) -> Mark:
+        """Put a mark behind what this thread has queued on the device so far."""
 
     def make(self, identifiers: Identifiers, rank: int, size: int, most_ctas: int) -> ProcessGroup:
         """Make a group. `rank`: this member's number, of `size`; `most_ctas`: most multiprocessors
@@ -98,6 +108,9 @@ class NcclMaker:
         # Streams of a pool that nothing else uses.
         options.is_high_priority_stream = True
         return ProcessGroupNCCL(identifiers, rank, size, options)  # type: ignore[return-value]  # stubs
+
+    def mark(self) -> torch.Event:
+        return torch.accelerator.current_stream(self._device).record_event()
 
     def take_stream(self) -> int:
         # The highest priority, which that pool has.

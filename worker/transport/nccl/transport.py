@@ -12,10 +12,10 @@ all (`oobleck.worker.step.exchange`). An example is the next layer's weights, an
 gradients. That order causes no deadlock. Asking never waits, and waiting for one exchange has
 always meant waiting for all workers of the stage, each of which has a part of the layer.
 
-An operation is launched when all participants are about to launch it (`lines`). The asking thread
-launches it if they are ready by then, else a thread of this transport's own does, whatever the
-training thread does meanwhile. On the device it follows the work that was queued before it was
-asked for.
+An operation is launched when all participants are about to launch it (`lines`), and a message when
+the device has computed it, too. The asking thread launches it if they are ready by then, else a
+thread of this transport's own does, whatever the training thread does meanwhile. On the device it
+follows the work that was queued before it was asked for.
 
 An abort ends kernels that wait for a peer, and leaves garbage in their tensors. So every call
 raises after an abort, and the host waits for each receive and exchange. Otherwise gradients
@@ -50,7 +50,6 @@ from torch._C._distributed_c10d import Work
 
 from oobleck.planner.programs.communicators import Name
 from oobleck.worker.runtime import pulse
-from oobleck.worker.runtime.device import mark_queued
 from oobleck.worker.runtime.errors import TransportError
 from oobleck.worker.transport.linked import LinkTransport
 from oobleck.worker.transport.nccl.communicator import (
@@ -64,7 +63,7 @@ from oobleck.worker.transport.nccl.communicator import (
     part_of,
 )
 from oobleck.worker.transport.nccl.connect import LIMIT_S, Communicators, Connecting
-from oobleck.worker.transport.nccl.group import use_device
+from oobleck.worker.transport.nccl.group import Mark, use_device
 from oobleck.worker.transport.transport import Group, Pending, Transport
 
 log = logging.getLogger(__name__)
@@ -72,7 +71,9 @@ log = logging.getLogger(__name__)
 #: Time that a wait polls without a pause, and the pause after it.
 _EAGER_S = 0.0005
 _PAUSE_S = 0.0001
-#: Interval at which the own thread checks connecting without other events.
+#: Interval at which the own thread looks whether the device has computed a message.
+_COMPUTED_S = 0.0002
+#: The same for connecting without other events.
 _LOOK_S = 1.0
 #: Time for launched operations to end when the transport is given up. A message takes milliseconds.
 #: An operation whose peer is gone, or has not launched it, never ends.
@@ -189,23 +190,13 @@ class NcclTransport:
 
     # ---- launching
 
-    def _operation(
-        self, name: Name, tensors: Sequence[Tensor], peers: Collection[int]
-    ) -> Operation:
-        """Return an operation that follows the work queued so far, whichever thread launches it."""
-        part, communicator = part_of(name, self.rank), self._communicators[name]
-        launch = partial(communicator.launch, part)
-        if (asked := mark_queued(self._device)) is not None:
-            launch = partial(self._launch_behind, communicator, part, asked)
-        return Operation(self, communicator, peers, tensors, launch)
-
     def _launch_behind(
-        self,
-        communicator: Communicator,
-        part: Part,
-        asked: torch.Event,
-        tensors: Sequence[Tensor],
+        self, communicator: Communicator, part: Part, asked: Mark, tensors: Sequence[Tensor]
     ) -> Work:
+        """Launch an operation that follows the work queued before the mark, whichever thread this
+        is."""
+        if not isinstance(asked, torch.Event):
+            return communicator.launch(part, tensors)
         if communicator.behind is None:
             communicator.behind = torch.Stream(self._device)
         with communicator.behind:
@@ -213,33 +204,37 @@ class NcclTransport:
             return communicator.launch(part, tensors)
 
     def _ask(self, name: Name, *tensors: Tensor) -> Operation:
-        line = self._lines[name]
-        operation = self._operation(name, tensors, line.peers)
+        line, communicator, asked = self._lines[name], self._communicators[name], self._kept.mark()
+        launch = partial(self._launch_behind, communicator, part_of(name, self.rank), asked)
+        operation = Operation(self, communicator, line.peers, tensors, launch)
         with held(self._launching, self.check):
             self.check()
             self._asked.add(operation)
-            line.want(operation.launch)
-            line.advance()
+            line.want(operation.launch, asked.query)
+            if line.advance():
+                self._news.set()
         return operation
 
     def seen_to_end(self, operation: Operation) -> None:
         self._asked.discard(operation)
 
-    def advance(self) -> None:
-        """Launch operations that are ready."""
+    def advance(self) -> bool:
+        """Launch operations that are ready. Return whether one waits for the device alone."""
         with held(self._launching, self.check):
             self.check()
-            for line in self._lines.values():
-                line.advance()
+            waiting = [line.advance() for line in self._lines.values()]
+        return any(waiting)
 
     def _launch_all(self) -> None:
         """Launch operations until the end, in a thread of its own."""
         try:
             use_device(self._device)
             while not self._aborted:
-                self._news.wait(None if self.connected else _LOOK_S)
                 self._news.clear()
-                self.advance()
+                if self.advance():
+                    self._news.wait(_COMPUTED_S)
+                else:
+                    self._news.wait(None if self.connected else _LOOK_S)
         except Exception as error:  # noqa: BLE001  # handed on
             # Last resort of the thread: waits for NCCL or the host raise it.
             if not self._aborted:
@@ -365,8 +360,7 @@ class NcclTransport:
             operation = self._under_way.pop()
             self.wait_until(operation.is_launched, operation.peers)
             self.wait_until(operation.has_ended, operation.peers)
-        if (event := mark_queued(self._device)) is not None:
-            self.wait_until(event.query)
+        self.wait_until(self._kept.mark().query)
         self._host.complete()
 
     def abort(self) -> None:
