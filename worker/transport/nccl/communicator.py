@@ -34,8 +34,8 @@ from oobleck.worker.transport.nccl.group import ProcessGroup, peers_may_fail
 # once.
 #
 # A receiver announces that it wants a message. The sender sends it once the device has computed it,
-# and says so, and the receiver receives it: no kernel waits for a computation. In a sum or an
-# exchange each member announces that it is ready. All operations of a line have one order on all
+# and says so, and the receiver receives it: neither holds a part of its GPU until then. In a sum or
+# an exchange each member announces that it is ready. All operations of a line have one order on all
 # its members, so a number identifies an operation.
 #
 # There is no deadlock. The computation of a message waits only for operations that are launched,

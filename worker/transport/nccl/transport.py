@@ -22,8 +22,7 @@ raises after an abort, and the host waits for each receive and exchange. Otherwi
 computed from garbage would count as a part of the step. Waits poll the operation, so an abort and
 NCCL's own errors end them. Sums, which are not used before the vote, and sends are different:
 `Pending.wait` only orders later device work after the result, and `complete` is where the host
-checks them. torch's own watchdog must leave errors alone
-(`oobleck.host.gpu.devices.worker_environment`).
+checks them. torch has no watchdog of its own (`oobleck.host.gpu.devices.worker_environment`).
 
 Communicators outlive the transport (`connect`), and new ones connect in a thread of their own
 (`connect`). Until all members begin to use them, at one point of training, their traffic goes over
