@@ -51,14 +51,26 @@ def sum_bytes() -> int:
 
 def stage_bytes(workers: int) -> int:
     """Return the bytes of a GPU for the communicator of a stage that so many workers of a node
-    share. In each channel a peer writes into buffers of its own."""
-    return _TABLES_BYTES + (workers - 1) * GROUP_CTAS * _BUFFERS_BYTES
+    share.
+
+    In each channel a peer writes into buffers of its own. The neighbours in the channel's ring and
+    tree have further ones: no exchange uses them, but NCCL connects them at once
+    (`NCCL_RUNTIME_CONNECT=0`), as in all communicators of a process.
+    """
+    peers = workers - 1
+    return _TABLES_BYTES + (peers + min(peers, 2)) * GROUP_CTAS * _BUFFERS_BYTES
 
 
 def link_bytes(*, receives: bool, same_node: bool) -> int:
-    """Return the bytes of the GPU at one end of a link. Within a node the sender writes into the
-    receiver's buffers; over the network both ends have their own."""
-    return _TABLES_BYTES + (LINK_CTAS * _BUFFERS_BYTES if receives or not same_node else 0)
+    """Return the bytes of the GPU at one end of a link.
+
+    Within a node the sender writes into the receiver's buffers; over the network both ends have
+    their own. Each channel also has a ring, in which both ends send and receive, and which no link
+    uses (see `stage_bytes`).
+    """
+    messages = 1 if receives or not same_node else 0
+    ring = 1 if same_node else 2
+    return _TABLES_BYTES + LINK_CTAS * (messages + ring) * _BUFFERS_BYTES
 
 
 def gpu_reserve_bytes(workers_per_node: int) -> int:

@@ -48,6 +48,41 @@ class Communicator:
         return link_bytes(receives=worker == receiver, same_node=sender.node == receiver.node)
 
 
+def most_links(stages: Sequence[int]) -> int:
+    """Return the most links of a worker in a row of stages with so many workers each: two for each
+    worker of a neighbouring stage that has some of the same rows."""
+    return 2 * max(
+        sum(_met(own, other) for other in (*stages[max(at - 1, 0) : at], *stages[at + 1 : at + 2]))
+        for at, own in enumerate(stages)
+    )
+
+
+def _met(own: int, other: int) -> int:
+    """Return with how many of `other` workers one of `own` shares rows, at most."""
+    ends = ((part * other // own, ((part + 1) * other - 1) // own) for part in range(own))
+    return max(last - first + 1 for first, last in ends)
+
+
+def too_many(plan: Plan, *, tied: Ties) -> bool:
+    """Return whether a worker would be in more communicators than work.
+
+    Only links can be so many. A plan of few is not looked at closely, which takes a millisecond for
+    ten workers.
+    """
+    links = Counter[WorkerId]()
+    for before, after in {pair for route in plan.routes for pair in pairwise(route.hops)}:
+        for own, other in ((before.workers, after.workers), (after.workers, before.workers)):
+            links.update(dict.fromkeys(own, 2 * _met(len(own), len(other))))
+    if max(links.values(), default=0) <= MOST_COMMUNICATORS // 2:
+        return False
+    return _counts(communicators(plan, tied=tied)).most_common(1)[0][1] > MOST_COMMUNICATORS
+
+
+def _counts(found: Iterable[Communicator]) -> Counter[WorkerId]:
+    """Count each worker's communicators."""
+    return Counter(member for one in found for member in one.members)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needed:
     """Needs of a plan's communicators on a GPU: the most of any worker."""
@@ -136,13 +171,12 @@ def in_rounds(found: Iterable[Communicator]) -> list[list[Communicator]]:
 def needed(plan: Plan, *, tied: Ties) -> Needed:
     """Return the needs of the plan's workers, each with a GPU to itself."""
     found = communicators(plan, tied=tied)
-    count, size = Counter[WorkerId](), Counter[WorkerId]()
+    size = Counter[WorkerId]()
     for one in found:
         for member in one.members:
-            count[member] += 1
             size[member] += one.bytes_on(member)
     return Needed(
-        communicators=max(count.values(), default=0),
+        communicators=max(_counts(found).values(), default=0),
         device_bytes=max(size.values(), default=0),
         rounds=len(in_rounds(found)),
     )

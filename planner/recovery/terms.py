@@ -13,6 +13,7 @@ from oobleck.core.plan import Plan
 from oobleck.core.profile import Profile
 from oobleck.core.schedules import Schedule
 from oobleck.core.ties import Ties
+from oobleck.planner.programs.communicators import too_many
 from oobleck.planner.recovery.answer import Answer, Change
 from oobleck.planner.recovery.chooser import Candidates
 from oobleck.planner.recovery.course import PlanWanted, base_behind
@@ -97,6 +98,21 @@ class Terms:
 
 def ask(change: Change, wanted: PlanWanted) -> Candidates:
     """Return the candidates for the `wanted` plan. Raises PlanInfeasible."""
+    return without_crowded(_candidates(change, wanted), change.tied)
+
+
+def without_crowded(found: Candidates, tied: Ties) -> Candidates:
+    """Leave out courses by plans that have too many communicators for NCCL, if there are others."""
+    few = tuple(
+        course
+        for course in found.courses
+        if not too_many(course.first.found.plan, tied=tied)
+        and (course.behind is None or not too_many(course.behind.found.plan, tied=tied))
+    )
+    return replace(found, courses=few) if few else found
+
+
+def _candidates(change: Change, wanted: PlanWanted) -> Candidates:
     match wanted:
         case "uneven":
             return around_slow(change)

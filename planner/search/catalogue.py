@@ -126,7 +126,7 @@ class Catalogue:
     """
 
     def __init__(self, *, tied: Ties) -> None:
-        self._tied = tied
+        self.tied = tied
         self._shortlists: dict[int, Shortlist] = {}
         self._replays: Replays | None = None
         self._offers: dict[tuple[range, int], Offer] = {}
@@ -154,7 +154,7 @@ class Catalogue:
     def replays(self, profile: Profile) -> Replays:
         """Return the replays, which estimate steps for any memory."""
         if self._replays is None:
-            self._replays = Replays(profile, tied=self._tied)
+            self._replays = Replays(profile, tied=self.tied)
         return self._replays
 
     def _make(self, profile: Profile, sizes: range) -> Offer:

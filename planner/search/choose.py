@@ -30,6 +30,7 @@ from oobleck.planner.cost.stages import (
     pipeline_cost,
     stage_cost,
 )
+from oobleck.planner.programs.communicators import MOST_COMMUNICATORS, most_links
 from oobleck.planner.programs.compiler.proof import prove
 from oobleck.planner.programs.compiler.schedule import in_flight, splits_backward
 from oobleck.planner.search.partition import Bounds, Sweep, swept_together
@@ -48,6 +49,8 @@ _SAMPLES = 5
 _MICROBATCHES = 2
 #: Templates of a size for the first plan to choose among.
 _SHORTLISTED = 3
+#: Most links of a worker beside its stage's communicator and one for sums.
+_MOST_LINKS = MOST_COMMUNICATORS - 2
 
 
 def equal_cuts(
@@ -120,7 +123,8 @@ class Shortlist:
 def shortlists(candidates: Sequence[Sequence[Costed]]) -> list[Shortlist]:
     """Return the templates of each group, of one size and of equal T, that are worth a closer look.
 
-    Which one suits a plan also depends on its shares of the batch and on the other pipelines.
+    Which one suits a plan also depends on its shares of the batch and on the other pipelines. Those
+    with too many links for NCCL come last.
     """
     kinds = [
         [Kind(_MICROBATCHES * len(each.template.stages), each.cut) for each in group]
@@ -132,7 +136,11 @@ def shortlists(candidates: Sequence[Sequence[Costed]]) -> list[Shortlist]:
     chosen = []
     for group, own in zip(candidates, kinds, strict=True):
         done = [max(times["1f1b", kind]) for kind in own] or [0.0]
-        order = [at for _, at in sorted(zip(done, range(len(group)), strict=True))]
+        many = [
+            most_links([stage.gpus for stage in each.template.stages]) > _MOST_LINKS
+            for each in group
+        ]
+        order = [at for *_, at in sorted(zip(many, done, range(len(group)), strict=True))]
         few = list(dict.fromkeys((order[0], 0, *order[1:])))[:_SHORTLISTED]
         chosen.append(
             Shortlist(

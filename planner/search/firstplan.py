@@ -16,8 +16,10 @@ from oobleck.core.ids import Generation, NodeName
 from oobleck.core.plan import Plan
 from oobleck.core.profile import MOST_BYTES, Profile
 from oobleck.core.schedules import SCHEDULES, Schedule
+from oobleck.core.ties import Ties
 from oobleck.core.units import are, count, enough_bytes, format_bytes
 from oobleck.planner.cost.estimate import Replays
+from oobleck.planner.programs.communicators import too_many
 from oobleck.planner.search.catalogue import Catalogue, Offer
 from oobleck.planner.search.choose import ScheduleChoice, choose_among, settled
 from oobleck.planner.search.instantiate import instantiate
@@ -213,7 +215,8 @@ def make_first_plan(
     for them before the first step. Raises PlanInfeasible.
     """
     pipelines = min(min_pipelines, len(nodes) // sizes.start) if shadows else min_pipelines
-    maker = _Maker(replays=catalogue.replays(profile), profile=profile, wanted=wanted)
+    replays = catalogue.replays(profile)
+    maker = _Maker(replays=replays, profile=profile, wanted=wanted, tied=catalogue.tied)
     offer = catalogue.offer(profile, sizes, wanted=wanted)
     offers = [offer]
     if offer.found != offer.costed:
@@ -230,7 +233,7 @@ def make_first_plan(
             judge=each.judge,
             costs=each.costs,
         )
-        made.append((maker.step_s([plan])[0], each, plan))
+        made.append((maker.ranks([plan])[0], each, plan))
     plan = maker.recut(*min(made, key=lambda one: one[0]))
     choice = maker.choice(plan)
     plan = replace(plan, schedule=choice.schedule)
@@ -265,24 +268,27 @@ class _Maker:
     replays: Replays
     profile: Profile
     wanted: Schedule | None
+    tied: Ties
 
     def choice(self, plan: Plan) -> ScheduleChoice:
         """Choose the schedule; raises PlanInfeasible where the wanted one does not fit."""
         (estimates,) = self.replays.estimates([plan], SCHEDULES)
         return choose_among(estimates, self.profile, self.wanted)
 
-    def step_s(self, plans: Sequence[Plan]) -> list[float]:
-        """Return step times, each under the plan's own schedule. It is infinite where the wanted
-        one does not fit; if none fits, the final choice raises the error."""
-        times = []
-        for estimates in self.replays.estimates(plans, SCHEDULES):
+    def ranks(self, plans: Sequence[Plan]) -> list[tuple[bool, float]]:
+        """Return whether each plan has too many communicators for NCCL, and its step time under its
+        own schedule. The time is infinite where the wanted one does not fit; if none fits, the
+        final choice raises the error."""
+        found = []
+        for plan, estimates in zip(plans, self.replays.estimates(plans, SCHEDULES), strict=True):
             try:
-                times.append(choose_among(estimates, self.profile, self.wanted).step_s)
+                step_s = choose_among(estimates, self.profile, self.wanted).step_s
             except PlanInfeasible:
-                times.append(float("inf"))
-        return times
+                step_s = float("inf")
+            found.append((too_many(plan, tied=self.tied), step_s))
+        return found
 
-    def recut(self, best_s: float, offer: Offer, plan: Plan) -> Plan:
+    def recut(self, best: tuple[bool, float], offer: Offer, plan: Plan) -> Plan:
         """Recut the plan, size by size, where other cuts of the same T make the step shorter."""
         sizes = [len(pipeline.nodes) for pipeline in plan.pipelines]
         for size in sorted(set(sizes)):
@@ -293,7 +299,7 @@ class _Maker:
                 costs = swapped.costs
                 shares = share_batch([costs[each] for each in sizes], plan.microbatches)
                 recut = swapped.put([p.nodes for p in plan.pipelines], shares, plan.generation)
-                (step_s,) = self.step_s([recut])
-                if step_s < best_s:
-                    offer, plan, best_s = swapped, recut, step_s
+                (rank,) = self.ranks([recut])
+                if rank < best:
+                    offer, plan, best = swapped, recut, rank
         return plan

@@ -1,6 +1,7 @@
 """The communicators of a plan: those that its programs use, in few rounds and of known size."""
 
 import random
+from collections import Counter
 from fractions import Fraction
 from functools import partial
 from itertools import chain
@@ -12,6 +13,8 @@ from oobleck.core.instructions import Message, SendActivation, SendGradient, Syn
 from oobleck.core.plan import Plan
 from oobleck.planner.profile.memory import (
     GPU_CONTEXT_BYTES,
+    GROUP_CTAS,
+    LINK_CTAS,
     allocator_share,
     gpu_reserve_bytes,
     link_bytes,
@@ -25,7 +28,9 @@ from oobleck.planner.programs.communicators import (
     communicators,
     for_state,
     in_rounds,
+    most_links,
     needed,
+    too_many,
 )
 from oobleck.planner.programs.compiler.compile import compile_programs
 from oobleck.planner.programs.transfer import Transfer
@@ -104,6 +109,42 @@ def test_the_bytes_of_a_worker_are_those_of_its_sums_stages_and_links() -> None:
     assert sum(one.bytes_on(worker(0, 1)) for one in own) == size
     assert link_bytes(receives=False, same_node=True) < link_bytes(receives=True, same_node=True)
     assert stage_bytes(2) < stage_bytes(8)
+
+
+def test_links_and_stages_hold_rings_that_they_do_not_use() -> None:
+    """NCCL connects them at once. A ring of two has a buffer at each end within a node, as the
+    messages of a receiver have, and two over a network."""
+    sender, receiver = (link_bytes(receives=one, same_node=True) for one in (False, True))
+    tables = 2 * sender - receiver
+    buffers = receiver - sender
+    assert sender == tables + buffers
+    assert link_bytes(receives=False, same_node=False) == tables + 3 * buffers
+    assert stage_bytes(8) == tables + (7 + 2) * buffers * GROUP_CTAS // LINK_CTAS
+
+
+def test_a_stage_of_one_between_two_of_eight_is_in_too_many() -> None:
+    crowded = plan_of_cuts(([(1, 8), (1, 1), (1, 8)], 4))
+    assert most_links([8, 1, 8]) == 32
+    assert needed(crowded, tied=False).communicators == 32
+    assert too_many(crowded, tied=False)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_plans_with_too_many_communicators_are_known(seed: int) -> None:
+    """By the links of a row of stages, which are as many as its communicators have."""
+    rng = random.Random(seed)
+    sizes = [rng.randint(1, 8) for _ in range(rng.randint(1, 5))]
+    plan = plan_of_cuts(([(1, size) for size in sizes], 4))
+    count = Counter(
+        member
+        for one in communicators(plan, tied=False)
+        for member in one.members
+        if one.purpose == "link"
+    )
+    assert most_links(sizes) == max(count.values(), default=0)
+    assert too_many(plan, tied=False) == (
+        needed(plan, tied=False).communicators > MOST_COMMUNICATORS
+    )
 
 
 def test_a_worker_alone_needs_none() -> None:

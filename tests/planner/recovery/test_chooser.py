@@ -3,6 +3,7 @@
 import math
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import combinations
 
 import msgspec
@@ -33,6 +34,7 @@ from oobleck.planner.recovery.outlook import (
     expecting,
 )
 from oobleck.planner.recovery.reconfigure import Reconfiguration
+from oobleck.planner.recovery.terms import without_crowded
 from support.plans import plan_of_cuts
 
 PLAN = plan_of_cuts(([1, 1], 4), ([1, 1], 4))
@@ -65,6 +67,17 @@ def course(
 
 def forced(*courses: Course) -> Candidates:
     return Candidates(courses=courses, live=4, before=ALONE)
+
+
+def test_a_plan_that_nccl_cannot_carry_is_no_choice_where_there_is_another() -> None:
+    crowded = plan_of_cuts(([(1, 8), (1, 1), (1, 8)], 4))
+    quick, slow = course(0.1), course(1.0)
+    made = replace(quick.first.found, plan=crowded)
+    quick = replace(quick, first=replace(quick.first, found=made))
+    behind = replace(slow, behind=quick.first)
+    found = without_crowded(forced(quick, slow, behind), tied=False)
+    assert found.courses == (slow,)
+    assert without_crowded(forced(quick, behind), tied=False).courses == (quick, behind)
 
 
 # ---- Values

@@ -91,6 +91,20 @@ def test_the_quickest_comes_first_and_the_search_s_own_is_kept(seed: int) -> Non
     assert [few.quickest.template for few in shortlists(groups)] == list(best.values())
 
 
+def test_a_cut_with_too_many_links_comes_last_however_quick_it_is() -> None:
+    """A stage of one worker between stages of eight and of seven has 30, beside its sums."""
+    profile = profile_of([8.0, 1.0, 7.0, 8.0], gpus=range(1, 9), gpus_per_node=8)
+    table = StageTable(profile)
+    crowded, other = (
+        Costed(template_of(table, 3, ((0, 1, 8), (1, 2, few), (2, 3, 8 - few), (3, 4, 8))), profile)
+        for few in (1, 4)
+    )
+    assert replay_s(crowded) < replay_s(other)
+    (few,) = shortlists([[crowded, other]])
+    assert few.quickest is other
+    assert few.found is crowded
+
+
 def test_the_same_profile_gives_the_same_templates() -> None:
     for seed in range(5):
         profile, sizes = question(seed)
