@@ -93,6 +93,10 @@ class AnyModel:
         layer."""
         return True
 
+    def compiles(self, layer: int) -> bool:
+        """Return whether the layer goes through torch's compiler where the job asks for it."""
+        raise NotImplementedError
+
     @property
     def examples(self) -> tuple[int, ...]:
         """Layers, one of each kind."""
@@ -177,6 +181,10 @@ class ModelSpec(AnyModel):
                 f"sequence_length: {self.sequence_length} is beyond the model's {longest} "
                 f"positions; lower it, or raise config.{family.names['positions']}"
             )
+
+    def compiles(self, layer: int) -> bool:
+        # The others are a lookup, and a product that nothing can be fused with.
+        return 0 < layer < self.layer_count - 1
 
     @property
     def objective(self) -> Objective:
@@ -347,9 +355,12 @@ class OwnModelSpec(AnyModel):
         return self.description.order
 
     def may_share(self, layer: int) -> bool:
-        # Draws and some hooks depend on the whole micro-batch; compiled code is for its row count.
+        # Draws and some hooks depend on the whole micro-batch.
         sketch = self.description.layers[layer]
-        return not (sketch.draws or sketch.whole) and sketch.compiled is None
+        return not (sketch.draws or sketch.whole)
+
+    def compiles(self, layer: int) -> bool:
+        return self.known and self.description.layers[layer].compiled is not None
 
     @property
     def ties(self) -> Ties:

@@ -106,7 +106,8 @@ class TrainingSpec:
     gradient_sums: GradientSums = "full"
     #: layer: keep only each layer's input between forward and backward, and recompute the rest.
     recompute: Recompute = "none"
-    #: True: layers of a user's model go through torch's compiler, as far as they can.
+    #: True: layers go through torch's compiler: the blocks of a built-in model, and those of a
+    #: user's as far as they can.
     compile: bool = False
     optimizer: OptimizerSpec = field(default_factory=OptimizerSpec)
     schedule: ScheduleSpec = field(default_factory=ScheduleSpec)
@@ -301,10 +302,10 @@ class JobSpec:
                 "them; lower it"
             )
         self._check_data()
-        if self.training.compile and isinstance(self.model, ModelSpec):
+        if self.training.compile and isinstance(self.model, ModelSpec) and self.model.dropout:
             raise ValueError(
-                "compile: goes with a model of your own, or one of transformers by "
-                "model.architecture; the layers of the model kinds gain nothing, so leave it out"
+                f"compile: dropout ({self.model.dropout}) of a built-in model draws by sample, "
+                "which compiled code cannot; set dropout to 0, or leave compile out"
             )
         if self.training.microbatches < self.fault_tolerance + 1:
             raise ValueError(

@@ -313,9 +313,12 @@ class LlamaBlock(Layer):
         swaps = {LlamaRMSNorm: lambda old: _LlamaNorm(config.hidden_size, eps=old.variance_epsilon)}
         self.block = adapt(LlamaDecoderLayer(config, layer_idx=layer - 1), layer, swaps)
 
-    def compute(self, x: Tensor) -> Tensor:
-        tables = _rotation(self._spec, x.shape[1], x.device, x.dtype)
-        out: Tensor = self.block(x, position_embeddings=tables)
+    def prepare(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return x, *_rotation(self._spec, x.shape[1], x.device, x.dtype)
+
+    def compute(self, prepared: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        x, *tables = prepared
+        out: Tensor = self.block(x, position_embeddings=tuple(tables))
         return out
 
 

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from oobleck.core.job.model import ModelSpec
+from oobleck.worker.models.compiled import Prepared, run_compiled
 from oobleck.worker.models.tree import Tree
 from oobleck.worker.runtime.random import RowKeys, Site, generator, keep_mask
 
@@ -35,7 +36,7 @@ def keyed(rows: RowKeys) -> Iterator[None]:
         _rows.reset(token)
 
 
-class Layer(nn.Module):
+class Layer(Prepared):
     """A unit of placement and state: int64 ids (b, T) or (b, T, hidden) in, (b, T, hidden) out.
 
     In a user's model it takes the output of the layer before, and gives any tree.
@@ -44,13 +45,12 @@ class Layer(nn.Module):
     def __init__(self, layer: int) -> None:
         super().__init__()
         self.layer = layer
+        #: True: it runs by compiled code.
+        self.compiled = False
 
-    def forward(self, x: Tensor, rows: RowKeys) -> Tensor:
+    def forward(self, x: Tensor, rows: RowKeys) -> Any:
         with keyed(rows):
-            return self.compute(x)
-
-    def compute(self, x: Tensor) -> Tensor:
-        raise NotImplementedError
+            return run_compiled(self, x) if self.compiled else self.compute(self.prepare(x))
 
     def trained(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield its parameters, by their names in an output."""
@@ -218,8 +218,10 @@ class Deferring(nn.Module):
     bias: Any
 
     def forward(self, x: Tensor) -> Tensor:
-        # There is no gradient without a graph, as in a forward that is computed again later.
-        deferred = _deferred.get() if x.requires_grad and torch.is_grad_enabled() else None
+        # Compiled code gives all gradients in one piece. There is no gradient without a graph, as
+        # in a forward that is computed again later.
+        graph = not torch.compiler.is_compiling() and x.requires_grad and torch.is_grad_enabled()
+        deferred = _deferred.get() if graph else None
         if deferred is None or not self.weight.requires_grad:
             return F.linear(x, self.matrix(), self.offset())
         return deferred.linear(x, self)

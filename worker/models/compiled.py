@@ -34,9 +34,9 @@ from oobleck.worker.runtime import code
 from oobleck.worker.runtime.errors import NodeError
 
 #: Most codes that a model is compiled into: more would depend on numbers that differ in each layer.
-#: Each code has variants: for training, for evaluation.
+#: Each code has variants: for training, for evaluation, for each number of workers that share it.
 MOST_CODES = 16
-_VARIANTS = 8
+_VARIANTS = 16
 #: Place in the user's code where torch gave up: the last one in its message.
 _PLACE = re.compile(r'File "(?:.*/)?([^"/]+)", line (\d+)')
 _COMPILER = (
@@ -47,14 +47,11 @@ _COMPILER = (
 
 
 class Prepared(nn.Module):
-    """A layer with a part that is never compiled, and comes first."""
-
-    def forward(self, x: Any) -> Any:
-        return self.compute(self.prepare(x))
+    """A layer that may have a part that is never compiled, and comes first."""
 
     def prepare(self, x: Any) -> Any:
-        """Return what `compute` takes, from the layer's input."""
-        raise NotImplementedError
+        """Return what `compute` takes, from the layer's input: by default that itself."""
+        return x
 
     def compute(self, prepared: Any) -> Any:
         raise NotImplementedError
@@ -76,9 +73,25 @@ def compiled(**options: Any) -> Call:
 
     def call(module: nn.Module, x: Tree) -> Tree:
         x = map_tensors(_in_order, x)
-        return made(module, module.prepare(x) if isinstance(module, Prepared) else x)
+        given = module.prepare(x) if isinstance(module, Prepared) else x
+        with _without_gradients(module):
+            return made(module, given)
 
     return call
+
+
+@contextmanager
+def _without_gradients(module: nn.Module) -> Iterator[None]:
+    """Take the gradients off the weights of `module`: the compiler refuses a weight whose gradient
+    has another type. A backward adds to them, and none runs within."""
+    held = [(weight, weight.grad) for weight in module.parameters() if weight.grad is not None]
+    for weight, _ in held:
+        weight.grad = None
+    try:
+        yield
+    finally:
+        for weight, gradient in held:
+            weight.grad = gradient
 
 
 @cache
@@ -122,8 +135,8 @@ def compiling(device: torch.device) -> Iterator[None]:
     """Compile the code that runs within for the first time; nothing is compiled any more
     afterwards.
 
-    Workers of one host do this one after the other: what the first one has compiled, the others
-    read from the disk. Raises NodeError where this host cannot compile.
+    The first worker of a host does this alone: what it has compiled, the others read from the disk,
+    all at once. Raises NodeError where this host cannot compile.
     """
     load_compiler()
     dynamo: Any = importlib.import_module("torch._dynamo.config")
@@ -131,7 +144,7 @@ def compiling(device: torch.device) -> Iterator[None]:
         _check_compiler()
     variants = MOST_CODES * _VARIANTS
     with (
-        _alone(_folder()),
+        _after_the_first(_folder()),
         dynamo.patch(recompile_limit=variants, accumulated_recompile_limit=variants),
         torch.compiler.set_stance("default"),
     ):
@@ -140,10 +153,14 @@ def compiling(device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Hold the lock of `folder`: one process of this host at a time."""
+def _after_the_first(folder: Path) -> Iterator[None]:
+    """Hold the lock of `folder`: alone where no process of this host holds it, else with all others
+    that waited for the end of that one."""
     with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            fcntl.flock(lock, fcntl.LOCK_SH)
         yield
 
 

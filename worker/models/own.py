@@ -68,7 +68,6 @@ class OwnLayer(Layer):
         self._spec = spec
         #: True: it draws from torch's generator while it trains.
         self._draws = spec.known and spec.description.layers[layer].draws
-        self._compiled = is_compiled(spec, layer)
 
     def forward(self, x: Any, rows: RowKeys) -> Any:
         with code.running(f"model: layer {self.layer} ({type(self.module).__name__})"):
@@ -83,7 +82,7 @@ class OwnLayer(Layer):
                 return self._called(x)
 
     def _called(self, x: Any) -> Any:
-        return run_compiled(self.module, x) if self._compiled else self.module(x)
+        return run_compiled(self.module, x) if self.compiled else self.module(x)
 
     def row_losses(self, output: Tree, targets: Tree) -> RowLosses:
         return row_losses(self._spec, output, targets, len(flatten(targets)[0]))
@@ -266,12 +265,8 @@ def _references(module: nn.Module) -> dict[int, int]:
     return {id(parameter): sys.getrefcount(parameter) for parameter in module.parameters()}
 
 
-def is_compiled(spec: OwnModelSpec, layer: int) -> bool:
-    return spec.known and spec.description.layers[layer].compiled is not None
-
-
 def _wrapped(spec: OwnModelSpec, layer: int, module: nn.Module) -> OwnLayer:
-    if not is_compiled(spec, layer):  # compiled layers get all gradients in one piece
+    if not spec.compiles(layer):  # compiled layers get all gradients in one piece
         split_linear(module)
     return OwnLayer(spec, layer, module)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from oobleck.core.job.spec import JobSpec
 from oobleck.core.profile import LayerProfile, Measurement
 from oobleck.worker.models.own import constant_bytes
-from oobleck.worker.models.tree import Tree
+from oobleck.worker.models.tree import Tree, map_tensors
 from oobleck.worker.profiling.bench import Bench, Seconds
 from oobleck.worker.runtime import pulse
 
@@ -75,13 +75,23 @@ def measure_alone(job: JobSpec, device: torch.device, check: Check) -> tuple[flo
 
 
 def pass_once(
-    job: JobSpec, layer: int, device: torch.device, given: tuple[Tree, Tree] | None = None
+    job: JobSpec,
+    layer: int,
+    device: torch.device,
+    given: tuple[Tree, Tree] | None = None,
+    *,
+    sharing: int = 1,
 ) -> Tensor:
     """Pass a micro-batch through one layer, as in a step and, if the job has any, an evaluation.
 
-    `given`: as in `Bench`. Return the layer's output as it is sent; the loss for the last layer.
+    `given`: as in `Bench`. `sharing`: number of workers that share the layer; then it gets the rows
+    of one. Return the layer's output as it is sent; the loss for the last layer.
     """
-    bench = Bench(job, [layer], device, job.training.microbatch, given)
+    rows = job.training.microbatch // sharing
+    if given is not None:
+        inputs, targets = (map_tensors(lambda tensor: tensor[:rows], side) for side in given)
+        given = inputs, targets
+    bench = Bench(job, [layer], device, rows, given)
     output = bench.pass_one()
     bench.update()
     if job.evaluation is not None:

@@ -8,10 +8,11 @@ So a package, a file or memory that only this node lacks costs no step. The code
 the job was submitted, so a failure here is taken for the node's fault; the master fails the job if
 most nodes report the same.
 
-The run also compiles the layers that are to be compiled. A plan may put any layer on any worker, so
-all kinds are compiled, and no step waits for the compiler. For the project's own layers, no step
-waits for first-pass costs either: a fork's pages are copied when first written, and torch sets up
-each operator at its first call. Must not know how compiling works.
+The run also compiles the layers that are to be compiled, for each number of workers that may share
+them. A plan may put any layer on any worker, so all kinds are compiled, and no step waits for the
+compiler. For the project's own layers, no step waits for first-pass costs either: a fork's pages
+are copied when first written, and torch sets up each operator at its first call. Must not know how
+compiling works.
 """
 
 import faulthandler
@@ -27,11 +28,11 @@ from torch import Tensor
 from oobleck.core.job.model import OwnModelSpec
 from oobleck.core.job.spec import JobSpec
 from oobleck.core.messages import Failed
+from oobleck.planner.profile.sharing import sharing_sizes
 from oobleck.worker.data.dataset import Dataset
 from oobleck.worker.data.opening import first_row
 from oobleck.worker.data.own import OwnDataset
 from oobleck.worker.models.compiled import compiling
-from oobleck.worker.models.own import is_compiled
 from oobleck.worker.models.tree import Tree, map_tensors
 from oobleck.worker.profiling.measure_layers import pass_once
 from oobleck.worker.runtime import memory
@@ -120,9 +121,7 @@ def preflight(
     or JobError if the code fails, NodeError if this node lacks something else.
     """
     model = job.model
-    compiled = set()
-    if job.training.compile and isinstance(model, OwnModelSpec):
-        compiled = {layer for layer in model.examples if is_compiled(model, layer)}
+    compiled = {n for n in model.examples if job.training.compile and model.compiles(n)}
     if has_own_code(job) and passed and not compiled:
         return
     began = time.monotonic()
@@ -130,8 +129,10 @@ def preflight(
         if has_own_code(job):
             tried = _try_in_turn(job, device, dataset, workers, compiled)
         else:
-            short = [layer for layer in model.examples if _takes_a_moment(job, layer)]
-            tried = len([_try(job, layer, device, workers, None) for layer in short])
+            short = [n for n in model.examples if n in compiled or _takes_a_moment(job, n)]
+            for layer in short:
+                _try(job, layer, device, workers, None, compiled=layer in compiled)
+            tried = len(short)
     memory.give_back()  # or it would count as memory in use before the layers
     seconds = round(time.monotonic() - began, 1)
     fields = {"kinds": tried, "compiled": len(compiled), "seconds": seconds}
@@ -155,7 +156,7 @@ def _try_in_turn(
         if given is None and layer not in compiled:
             continue  # the layer below does not fit here, and random inputs may be invalid
         rows = None if given is None else (given, targets)
-        output = _try(job, layer, device, workers, rows)
+        output = _try(job, layer, device, workers, rows, compiled=layer in compiled)
         tried += 1
         if output is not None and rows is not None:
             outputs[model.order[layer]] = output
@@ -179,23 +180,30 @@ def _try(
     device: torch.device,
     workers: int,
     given: tuple[Tree, Tree] | None,
+    *,
+    compiled: bool,
 ) -> Tensor | None:
-    """Return the layer's output in host memory, as if received.
+    """Return the layer's output in host memory, as if received. None: the layer does not fit here
+    alone, but workers may share it.
 
-    None: the layer does not fit here alone, but workers may share it.
+    If it is `compiled`, it is also tried as one of several workers that share it: other rows need
+    other code.
     """
+    sizes = sharing_sizes(job.training.microbatch, workers if compiled else 1)
     try:
-        return pass_once(job, layer, device, given).cpu().contiguous()
-    except JobError as error:
-        if not _is_of_the_compiler(error.__cause__):
-            raise
-        log.exception("a layer cannot be compiled")
-        reason = " ".join(str(error.__cause__).split())[:200]
-        raise NodeError(
-            f"training.compile: layer {layer} cannot be compiled on this node: {reason}; the log "
-            "has the whole error; correct it, or leave the key out"
-        ) from error
-    except (RuntimeError, MemoryError) as error:
+        output = pass_once(job, layer, device, given).cpu().contiguous()
+        for sharing in sizes[1:] if job.model.may_share(layer) else ():
+            pass_once(job, layer, device, given, sharing=sharing)
+        return output
+    except (JobError, RuntimeError, MemoryError) as error:
+        cause = error.__cause__ if isinstance(error, JobError) else error
+        if _is_of_the_compiler(cause):
+            log.exception("a layer cannot be compiled")
+            reason = " ".join(str(cause).split())[:200]
+            raise NodeError(
+                f"training.compile: layer {layer} cannot be compiled on this node: {reason}; the "
+                "log has the whole error; correct it, or leave the key out"
+            ) from error
         if not for_want_of_memory(error):
             raise
         if workers > 1 and job.model.may_share(layer):

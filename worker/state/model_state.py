@@ -146,6 +146,7 @@ class ModelState:
     def _empty(self, layer: int) -> Layer:
         """Return the module of `layer`, whose parameters still have no memory."""
         module = empty_layer(self._job.model, self._job.training.seed, layer)
+        module.compiled = self._job.training.compile and self._job.model.compiles(layer)
         for part in module.modules():
             for name, value in part.named_buffers(recurse=False):
                 if not value.is_meta:

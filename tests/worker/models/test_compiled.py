@@ -1,19 +1,26 @@
 """Layers through torch's compiler: which ones are, and what they compute meanwhile and after."""
 
-from collections.abc import Iterator
+import multiprocessing
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch._inductor.config
+from torch._dynamo.backends.registry import lookup_backend
 
 from oobleck.core.job.code import Json
 from oobleck.core.job.description import Description, read_description
 from oobleck.core.job.file import parse_job
 from oobleck.core.job.model import OwnModelSpec
 from oobleck.core.job.spec import EvaluationSpec, JobSpec
+from oobleck.worker.data.opening import open_dataset
 from oobleck.worker.data.own import OwnDataset
 from oobleck.worker.describe import look_at
 from oobleck.worker.models import compiled
@@ -21,6 +28,9 @@ from oobleck.worker.profiling.measure_layers import pass_once
 from oobleck.worker.profiling.preflight import preflight
 from oobleck.worker.runtime import code
 from oobleck.worker.runtime.errors import NodeError
+from support import foreign
+
+MakeJob = Callable[..., JobSpec]
 
 CPU = torch.device("cpu")
 JOB = """\
@@ -62,8 +72,8 @@ def test_layers_of_one_code_share_it_and_those_that_are_not_compiled_are_told(
     assert chooses.startswith("layer 6 (Chooses): is not compiled: ")
     assert chooses.endswith(f" (compiled_models.py:{line_of('if bool')}); it runs as it is")
     assert last == f"layer 7 (Last): {drawing}it runs as it is"
-    # Compiled for the rows of a micro-batch; a draw follows from all of them.
-    assert [job.model.may_share(n) for n in range(8)] == [n == 6 for n in range(8)]
+    # A draw follows from all rows of a micro-batch.
+    assert [job.model.may_share(n) for n in range(8)] == [n not in (5, 7) for n in range(8)]
 
 
 def points(job: JobSpec) -> OwnDataset:
@@ -118,16 +128,94 @@ def test_of_what_is_compiled_nothing_runs_as_it_is(
     job = replace(job, training=training, evaluation=evaluation)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(compiled, "compiled", partial(compiled.compiled, backend="aot_eager"))
-    preflight(job, CPU, points(job))
+    preflight(job, CPU, points(job), workers=2)
     assert (tmp_path / "cache").stat().st_mode & 0o777 == 0o700
     noted.unlink()
     for layer in (0, 3, 1):  # other modules of the same code
         pass_once(job, layer, CPU)
     assert not noted.exists()
+    # Nor as one of two workers that share it.
+    pass_once(job, 1, CPU, sharing=2)
+    assert not noted.exists()
     # A micro-batch of other rows is not compiled for, and does not wait for that.
     rows = replace(job, training=replace(training, microbatch=4))
     pass_once(rows, 1, CPU)
     assert noted.exists()
+
+
+@pytest.mark.parametrize("recompute", ["none", "layer"])
+@pytest.mark.parametrize("kind", ["gpt", "gpt2", "llama", "bert"])
+@pytest.mark.usefixtures("traced")
+def test_blocks_of_built_in_models_are_compiled_once_for_each_number_of_sharers(
+    kind: str, recompute: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make_job: MakeJob
+) -> None:
+    ran: list[int] = []
+    traced = lookup_backend("aot_eager")
+
+    def counted(graph: Any, inputs: Any) -> Callable[..., Any]:
+        made = traced(graph, inputs)
+        return lambda *given: (ran.append(len(given[0])), made(*given))[1]
+
+    job = make_job(precision="bf16", recompute=recompute, microbatch=2, compile=True)
+    if kind != "gpt":
+        job = replace(job, model=foreign.spec(kind, sequence_length=8))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(compiled, "compiled", partial(compiled.compiled, backend=counted))
+    preflight(job, CPU, open_dataset(make_job(), job.data, {}), workers=2)
+    ran.clear()
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for layer in range(job.model.layer_count):
+            pass_once(job, layer, CPU)
+            pass_once(job, layer, CPU, sharing=2)
+    passes = 1 if recompute == "none" else 2
+    assert len(ran) == (job.model.layer_count - 2) * 2 * passes
+
+
+def test_dropout_by_sample_is_not_compiled(make_job: MakeJob) -> None:
+    with pytest.raises(ValueError, match=r"^compile: dropout \(0.1\) .* set dropout to 0, or"):
+        make_job(compile=True, dropout=0.1)
+
+
+def _hold(folder: Path, said: Connection) -> None:
+    with compiled._after_the_first(folder):
+        said.send("in")
+        said.recv()
+
+
+def test_the_first_worker_of_a_host_compiles_alone_and_the_others_after_it_together(
+    tmp_path: Path,
+) -> None:
+    begun = multiprocessing.get_context("fork")
+    with ExitStack() as stack:
+        ends = []
+        for _ in range(3):
+            mine, theirs = begun.Pipe()
+            process = begun.Process(target=_hold, args=(tmp_path, theirs))
+            process.start()
+            stack.callback(process.join)
+            stack.callback(mine.close)
+            ends.append(mine)
+            if len(ends) == 1:
+                assert mine.recv() == "in"
+        first, *others = ends
+        wait_for_waiters(tmp_path / "lock", 2)
+        assert not any(end.poll() for end in others)
+        first.send("out")
+        # Both are in at once: neither is let out before the other is in.
+        assert [end.recv() for end in others] == ["in", "in"]
+        for end in others:
+            end.send("out")
+
+
+def wait_for_waiters(lock: Path, count: int) -> None:
+    """Until so many processes wait for the lock, by the kernel's list."""
+    inode, deadline = f":{lock.stat().st_ino} ", time.monotonic() + 120
+    while time.monotonic() < deadline:
+        lines = Path("/proc/locks").read_text().splitlines()
+        if sum("->" in line and inode in line for line in lines) == count:
+            return
+        time.sleep(0.01)
+    raise AssertionError("they do not wait")
 
 
 @pytest.mark.usefixtures("traced")

@@ -8,13 +8,14 @@ import pytest
 
 from oobleck.core.ids import NodeName, WorkerId
 from oobleck.core.job.code import Json
-from oobleck.core.job.model import OwnModelSpec
+from oobleck.core.job.model import ModelSpec, OwnModelSpec
 from oobleck.core.job.spec import DataSpec, EvaluationSpec, JobSpec, TrainingSpec
 from oobleck.core.messages import FaultRule
 from oobleck.worker.describe import look_at
 from oobleck.worker.runtime import code
 from support.director import Director, WarmWorkers, make_plan
-from support.folders import ROOT
+from support.folders import ROOT, TEXT
+from support.reference import train_reference
 
 SUPPORT = str(ROOT / "tests" / "support")
 PLANS = (
@@ -85,6 +86,41 @@ def as_it_is(warm: WarmWorkers, job: JobSpec) -> tuple[dict[int, float | None], 
 def evaluations(cluster: Director) -> list[float | None]:
     """Their losses, in order."""
     return [cluster.evaluations[step][0].loss for step in sorted(cluster.evaluations)]
+
+
+def test_blocks_of_a_built_in_model_train_as_they_are_also_where_workers_share_them(
+    warm: WarmWorkers,
+) -> None:
+    """With a split backward and a worker lost in the middle of a step, against plain PyTorch."""
+    job = JobSpec(
+        name="built-in",
+        model=ModelSpec(layers=3, hidden=24, heads=2, sequence_length=16),
+        data=DataSpec(text=(TEXT,)),
+        training=TrainingSpec(
+            steps=5, global_batch=12, microbatch=2, precision="fp64", compile=True
+        ),
+        evaluation=EvaluationSpec(every=2, fraction=0.02),
+    )
+    plain = replace(job, training=replace(job.training, compile=False))
+    expected = train_reference(plain)
+    before = make_plan(1, [[("a", 2, 2), ("b", 3)], [("c", 5)]], [3, 3])
+    after = make_plan(2, [[("a", 3, 2), ("b", 2)]], [6], schedule="zb-h1")
+    lost = WorkerId(NodeName("c"), 0)
+    fault = FaultRule(worker=lost, point="before:Backward", step=3, action="kill_worker")
+    with Director(warm, job, [fault]) as cluster:
+        cluster.start("a/0")  # what it compiles, the others read
+        cluster.start("a/1", "b", "c")
+        cluster.assign(before)
+        cluster.wait(lambda: cluster.workers[lost].gone, "c is lost")
+        cluster.assign(after)
+        cluster.wait_finished(after)
+        cluster.stop()
+        logs = [cluster.workers[worker].written() for worker in before.workers]
+        assert all("kinds=3 compiled=1 " in log for log in logs)
+        losses = [step.loss for step in expected.steps]
+        assert list(cluster.losses().values()) == pytest.approx(losses, rel=1e-12)
+        found = {step: records[0].loss for step, records in cluster.evaluations.items()}
+        assert found == pytest.approx(expected.evaluations, rel=1e-12)
 
 
 def test_losses_are_those_of_layers_as_they_are_and_no_step_runs_anything_else(

@@ -213,6 +213,9 @@ class Block(Prepared):
         self.part = copy.deepcopy(parts.layers[index])
         _fill(self, architecture, parts.base, foreign=f"{parts.prefix}{parts.name}.{index}.")
 
+    def forward(self, x: Any) -> Any:
+        return self.compute(self.prepare(x))
+
     def prepare(self, x: Tensors) -> Any:
         hidden, beside = x if isinstance(x, tuple) else (x, None)
         layers = handed(self._architecture, hidden.shape[1], hidden.device, hidden.dtype)
