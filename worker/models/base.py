@@ -151,19 +151,48 @@ def draw_parameters(
         parameter.copy_(values.mul_(deviation(name)))
 
 
-# ---- A linear layer whose weight gradient may be left for later.
+# ---- A linear layer whose weight gradient is added to its sum apart from autograd's.
 #
 # Zero-bubble schedules make the gradient that the stage before waits for first, and weight
 # gradients when there is nothing else to do. Nearly all the work of a weight gradient is in the
 # matrices of linear layers, so only those are split. Biases, norms and embeddings get theirs with
 # the input's.
 #
-# It needs nothing but tensor hooks. In the forward the weight stands outside of autograd, so the
-# ordinary backward makes the input's gradient alone. A hook keeps the tensors that the weight's
-# gradient is made of.
+# Where products are narrower than the sum, a product adds to the sum without being rounded first.
+# Autograd would write the rounded product to memory and read it again.
+#
+# In the forward the weight stands outside of autograd, so the ordinary backward makes the input's
+# gradient alone. A hook or a function keeps the tensors that the weight's gradient is made of.
 
 
-class DeferredGradients:
+class WeightGradients:
+    """Weight gradients that are added as soon as the backward has the output's gradient."""
+
+    def linear(self, x: Tensor, layer: "Deferring") -> Tensor:
+        """Apply `layer` to x (..., inputs)."""
+        x, output = _applied(x, layer)
+        found: Tensor = _AddGradient.apply(output, x.detach(), layer)  # type: ignore[no-untyped-call]  # torch's
+        return found
+
+
+class _AddGradient(torch.autograd.Function):
+    """Identity that adds the gradient of a linear layer's weight in its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, x: Tensor, layer: "Deferring") -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.layer = layer
+        ctx.mark_dirty(output)  # not a view of it, which users could not change in place
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        (x,) = ctx.saved_tensors
+        ctx.layer.add_gradient(x, gradient)
+        return gradient, None, None
+
+
+class DeferredGradients(WeightGradients):
     """Weight gradients that the backward of one micro-batch leaves for later: each linear layer's
     input and its output's gradient, until `add`."""
 
@@ -171,11 +200,7 @@ class DeferredGradients:
         self._due: deque[tuple[Deferring, Tensor, Tensor]] = deque()
 
     def linear(self, x: Tensor, layer: "Deferring") -> Tensor:
-        """Apply `layer` to x (..., inputs), and leave the weight's gradient for later."""
-        if torch.is_autocast_enabled(x.device.type):
-            # Autocast would do this inside. Done here, the rounded input is the one that is kept.
-            x = x.to(torch.get_autocast_dtype(x.device.type))
-        output = F.linear(x, layer.matrix().detach(), layer.offset())
+        x, output = _applied(x, layer)
         kept = x.detach()
 
         def keep(gradient: Tensor) -> None:
@@ -187,28 +212,48 @@ class DeferredGradients:
     @torch.no_grad()
     def add(self) -> None:
         """Add them to the weights' gradients, and free each after its use. The product is the same
-        as autograd's own, so the result is the same to the last bit."""
+        as in an undivided backward, so the result is the same to the last bit."""
         while self._due:
             layer, x, gradient = self._due.popleft()
-            weight = layer.weight
-            product = layer.product(x.flatten(0, -2), gradient.flatten(0, -2)).to(weight.dtype)
-            if weight.grad is None:
-                weight.grad = product
-            else:
-                weight.grad.add_(product)
+            layer.add_gradient(x, gradient)
 
 
-_deferred: ContextVar[DeferredGradients | None] = ContextVar("deferred", default=None)
+def _applied(x: Tensor, layer: "Deferring") -> tuple[Tensor, Tensor]:
+    """Return the layer's input in the type that it is multiplied in, and its output, whose graph
+    lacks the weight."""
+    if torch.is_autocast_enabled(x.device.type):
+        # Autocast would do this inside. Done here, the rounded input is the one that is kept.
+        x = x.to(torch.get_autocast_dtype(x.device.type))
+    return x, F.linear(x, layer.matrix().detach(), layer.offset())
+
+
+def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add the matrix product of `left` and `right` to `total`. A product of narrower numbers is
+    summed in the type of `total`, and never rounded to theirs."""
+    if left.dtype == total.dtype:
+        total.add_(left.mm(right))
+    elif sums_wide(total.device):
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        total.addmm_(left.to(total.dtype), right.to(total.dtype))
+
+
+def sums_wide(device: torch.device) -> bool:
+    """Return whether torch has a product of narrow numbers there that adds to wide ones."""
+    return device.type == "cuda" and torch.version.hip is None
+
+
+_added: ContextVar[WeightGradients | None] = ContextVar("added", default=None)
 
 
 @contextmanager
-def deferring(deferred: DeferredGradients | None) -> Iterator[None]:
-    """Have forwards within leave their weight gradients to `deferred`; None: to the backward."""
-    token = _deferred.set(deferred)
+def adding(gradients: WeightGradients | None) -> Iterator[None]:
+    """Have forwards within leave their weight gradients to `gradients`; None: to autograd."""
+    token = _added.set(gradients)
     try:
         yield
     finally:
-        _deferred.reset(token)
+        _added.reset(token)
 
 
 class Deferring(nn.Module):
@@ -221,18 +266,27 @@ class Deferring(nn.Module):
         # Compiled code gives all gradients in one piece. There is no gradient without a graph, as
         # in a forward that is computed again later.
         graph = not torch.compiler.is_compiling() and x.requires_grad and torch.is_grad_enabled()
-        deferred = _deferred.get() if graph else None
-        if deferred is None or not self.weight.requires_grad:
+        added = _added.get() if graph else None
+        if added is None or not self.weight.requires_grad:
             return F.linear(x, self.matrix(), self.offset())
-        return deferred.linear(x, self)
+        return added.linear(x, self)
 
     def matrix(self) -> Tensor:
         """Return the weight as (outputs, inputs)."""
         return self.weight
 
-    def product(self, x: Tensor, gradient: Tensor) -> Tensor:
-        """Return the weight's gradient from input (n, inputs) and output gradient (n, outputs)."""
-        return gradient.t().mm(x)
+    def factors(self, x: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the matrices whose product is the weight's gradient, from input (n, inputs) and
+        output gradient (n, outputs)."""
+        return gradient.t(), x
+
+    def add_gradient(self, x: Tensor, gradient: Tensor) -> None:
+        """Add the weight's gradient from input (..., inputs) and output gradient (..., outputs)."""
+        left, right = self.factors(x.flatten(0, -2), gradient.flatten(0, -2))
+        if self.weight.grad is None:
+            self.weight.grad = left.mm(right).to(self.weight.dtype)
+        else:
+            add_product(self.weight.grad, left, right)
 
     def offset(self) -> Tensor | None:
         """Return what is added to the product; a subclass may cut parts of the bias from
@@ -289,5 +343,5 @@ class TransposedLinear(Linear):
     def matrix(self) -> Tensor:
         return self.weight.t()
 
-    def product(self, x: Tensor, gradient: Tensor) -> Tensor:
-        return x.t().mm(gradient)
+    def factors(self, x: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        return x.t(), gradient

@@ -19,7 +19,7 @@ from oobleck.core.job.model import ModelSpec
 from oobleck.core.job.spec import JobSpec
 from oobleck.model import at_step
 from oobleck.worker.data.objective import loss
-from oobleck.worker.models.base import DeferredGradients, Layer, deferring
+from oobleck.worker.models.base import DeferredGradients, Layer, WeightGradients, adding
 from oobleck.worker.models.tree import Tree, map_tensors
 from oobleck.worker.runtime.code import running
 from oobleck.worker.runtime.device import has_queue
@@ -147,6 +147,8 @@ class StageRunner:
         #: True for a user's model, whose layers decide the types of their results.
         self._own = not isinstance(job.model, ModelSpec)
         self._autocasts = autocasts(job)
+        #: Adds weight gradients whose products are in bf16; None: autograd does.
+        self._narrow_products = WeightGradients() if job.training.precision == "bf16" else None
         #: Type of the values between the layers of a built-in model.
         self.activation_dtype = stream_dtype(job)
         #: By micro-batch, lowest layer first.
@@ -202,7 +204,8 @@ class StageRunner:
             if layer > lowest and not joins and count:
                 x, leaves = self._wires[layer - 1].cut(x)
             graph = wanted and not recompute
-            run = partial(self._run, layer, x, rows, targets, deferred, metrics)
+            gradients = deferred or (self._narrow_products if adds else None)
+            run = partial(self._run, layer, x, rows, targets, gradients, metrics)
             with (
                 self._timeline.computing("layer", layer),
                 torch.set_grad_enabled(graph),
@@ -253,14 +256,14 @@ class StageRunner:
         x: Tree,
         rows: RowKeys,
         targets: Tree | None,
-        deferred: DeferredGradients | None,
+        gradients: WeightGradients | None,
         metrics: Counter[str] | None,
     ) -> Tree:
         """Return the layer's output. A repeated run gives the same result, bit for bit: all
         randomness follows from `rows`."""
         with (
             torch.autocast(self.device.type, torch.bfloat16) if self._autocasts else nullcontext(),
-            deferring(deferred),
+            adding(gradients),
             at_step(rows.shown_step),
         ):
             module = self._state.module(layer)

@@ -14,7 +14,7 @@ from oobleck.worker import warm
 from oobleck.worker.data.objective import loss
 from oobleck.worker.models import registry
 from oobleck.worker.models.adapters import attend
-from oobleck.worker.models.base import DeferredGradients, deferring, keyed
+from oobleck.worker.models.base import DeferredGradients, adding, keyed
 from oobleck.worker.models.registry import build_layer, initialise_parameters, tied_parameter
 from oobleck.worker.profiling.bench import Bench
 from oobleck.worker.runtime.errors import JobError
@@ -316,7 +316,7 @@ def test_weight_gradients_may_be_left_for_later(case):
     found = []
     for deferred in (None, DeferredGradients()):
         layers = layers_of(spec)
-        with deferring(deferred):
+        with adding(deferred):
             loss(run(layers, tokens), targets).backward()
         if deferred is not None:
             due = [n for n, p in layers[2].named_parameters() if p.grad is None and "weight" in n]

@@ -7,6 +7,7 @@ import torch
 
 from oobleck.core.job.spec import JobSpec
 from oobleck.worker.data.objective import loss
+from oobleck.worker.models.base import WeightGradients, adding
 from oobleck.worker.runtime.random import RowKeys
 from oobleck.worker.state.model_state import ModelState
 from oobleck.worker.step.mailbox import wire
@@ -209,7 +210,9 @@ def test_layer_by_layer_makes_what_one_backward_of_the_whole_stage_makes(
         hidden = x
         for layer in layers:
             rows = RowKeys(seed=0, step=1, positions=(2 * m, 2 * m + 1))
-            hidden = whole.state.module(layer)(hidden, rows).to(whole.stage.activation_dtype)
+            with adding(WeightGradients() if precision == "bf16" else None):
+                hidden = whole.state.module(layer)(hidden, rows)
+            hidden = hidden.to(whole.stage.activation_dtype)
         if whole.stage.last:
             hidden = loss(hidden, whole.tokens[m].flip(1)) * (1 / job.training.microbatches)
         torch.autograd.backward(hidden, whole.gradient(m))
