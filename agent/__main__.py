@@ -396,8 +396,9 @@ def agent(
             memory_per_worker_bytes=(
                 _parse_memory(memory_per_worker)
                 if memory_per_worker
-                else default_memory(workers, found.gpus)
+                else default_memory(workers, found.gpus, found.context_bytes)
             ),
+            gpu_context_bytes=found.context_bytes,
             faults=read_faults(fault_plan) if fault_plan else (),
             warm_command=tuple(with_parent("oobleck.worker.warm")),
             environment=environment,

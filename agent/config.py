@@ -81,6 +81,8 @@ class AgentConfig:
     #: Address that other nodes reach this one's workers by; None: the one that reaches the master.
     address: str | None
     memory_per_worker_bytes: int
+    #: Bytes of its GPU that each worker takes before any model.
+    gpu_context_bytes: int = 0
     #: Scripted faults of a drill.
     faults: tuple[FaultRule, ...]
     #: Starts the process that workers are forked from, with this environment.

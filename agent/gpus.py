@@ -28,7 +28,7 @@ from oobleck.host.gpu.sample import READER, GpuSample, Sample, Xid, check_unused
 from oobleck.host.system.memory import total_memory
 from oobleck.host.system.process import with_parent
 from oobleck.host.versions import Versions, installed
-from oobleck.planner.profile.memory import gpu_reserve_bytes
+from oobleck.planner.profile.memory import gpu_reserve_bytes, worker_context_bytes
 
 #: A worker computes in one thread, and NCCL's own keep about one more CPU busy.
 _CPUS_PER_WORKER = 2
@@ -45,7 +45,8 @@ def find(
     environment: Mapping[str, str], option: str | None, workers: int | None, *, shared: bool
 ) -> GpuReport:
     """Find the GPUs that this node's workers use. `option`: --gpus; `workers`: their number; None:
-    as many as --gpus names, or one. `shared`: others may compute on them. Raises ValueError."""
+    as many as --gpus names, or one. `shared`: others may compute on them. The report's
+    `context_bytes` are those of a worker. Raises ValueError."""
     report = find_gpus(environment, chosen_gpus(option, environment))
     check_distinct(report.gpus, option)
     if workers is None:
@@ -55,7 +56,11 @@ def find(
         check_unused(used)
     gpus = tuple(msgspec.structs.replace(gpu, cpus=near_cpus(gpu.bus)) for gpu in used)
     allowed = os.sched_getaffinity(0)
-    return msgspec.structs.replace(report, gpus=with_room(gpus, workers, allowed))
+    # Where others compute, their memory is in what was measured.
+    measured = 0 if shared else report.context_bytes
+    return msgspec.structs.replace(
+        report, gpus=with_room(gpus, workers, allowed), context_bytes=worker_context_bytes(measured)
+    )
 
 
 def with_room(gpus: Sequence[Gpu], workers: int, allowed: Collection[int]) -> tuple[Gpu, ...]:
@@ -79,13 +84,13 @@ def versions(report: GpuReport) -> Versions:
     )
 
 
-def default_memory(workers: int, gpus: Sequence[Gpu]) -> int:
+def default_memory(workers: int, gpus: Sequence[Gpu], context_bytes: int) -> int:
     """Return the bytes for each of `workers`. On CPUs that is a share of the host's RAM. On GPUs it
-    is a share of the smallest GPU, less the memory that CUDA and NCCL take."""
+    is a share of the smallest GPU, less the memory that CUDA (`context_bytes`) and NCCL take."""
     if not gpus:
         return total_memory() // max(1, workers)
     share = min(gpu.memory_bytes for gpu in gpus) // max(1, -(-workers // len(gpus)))
-    return max(share - gpu_reserve_bytes(workers), share // 2)
+    return max(share - gpu_reserve_bytes(workers, context_bytes), share // 2)
 
 
 logger = logging.getLogger(__name__)

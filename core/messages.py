@@ -125,6 +125,8 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True, tag="launch"):
     ready_by: float | None = None
     #: True if a process of this slot has asked for its replacement in this job before.
     replaced: bool = False
+    #: Bytes of its GPU that CUDA and libraries take before any model; 0: not known.
+    context_bytes: int = 0
     #: Workers of the node, among which a layer may be shared.
     workers: int = 1
     faults: tuple[FaultRule, ...] = ()

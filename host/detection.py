@@ -17,6 +17,8 @@ Mode = Literal["fast", "balanced", "wan"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 
 _DAY_S = 86_400.0
+#: How many times as long as the slowest one seen a start may take.
+_SLOWER = 1.5
 #: Multiple of the longest usual step after which a lack of progress is a hang.
 HUNG_STEPS = 4.0
 #: Longest time that agents hold back workers' progress reports on their way into a plan.
@@ -65,7 +67,7 @@ class Detection:
     lag_limit_s: float = 1.0
     #: Longest wait of the others for the replacement of a lost worker's process.
     replacement_grace_s: float = 1.5
-    #: The same with a GPU to open, which takes some seconds.
+    #: The same with a GPU to open, which takes some seconds; longer where starts took longer.
     gpu_grace_s: float = 6.0
     #: Nodes that become ready within this time of each other join together.
     join_settle_s: float = 1.0
@@ -92,10 +94,13 @@ class Detection:
         unreachable. They exceed the master's time to declare an unreachable host lost."""
         return max(self.lease_s + 1, _LEAST_SILENCE_S)
 
-    def grace_s(self, device: str) -> float:
-        """Return the replacement grace of a process on a `device`: cpu or cuda."""
+    def grace_s(self, device: str, started_s: float = 0.0) -> float:
+        """Return the replacement grace of a process on a `device`: cpu or cuda. `started_s`: the
+        longest time that such a process took to be up; 0 if none was."""
         cpu, gpu = self.replacement_grace_s, self.gpu_grace_s
-        return max(cpu, gpu) if device == "cuda" else cpu
+        if device != "cuda":
+            return cpu
+        return min(max(cpu, gpu, _SLOWER * started_s), self.meeting_s)
 
     def __post_init__(self) -> None:
         for field in fields(self):

@@ -144,6 +144,7 @@ class ProcessPool:
             device="cpu" if gpu is None else "cuda:0",
             visible="" if gpu is None else gpu.visible,
             cpus=() if gpu is None else gpu.cpus,
+            context_bytes=self._config.gpu_context_bytes,
             silence_s=fork.silence_s,
             allow_code=self._config.allow_code,
             passed=fork.passed,

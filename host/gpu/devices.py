@@ -48,6 +48,9 @@ class GpuReport(msgspec.Struct, frozen=True, kw_only=True):
     #: Versions that torch was built with; empty: without.
     cuda: str = ""
     nccl: str = ""
+    #: Bytes of the first one in use beside torch's memory, once a process has computed there; 0: it
+    #: cannot compute.
+    context_bytes: int = 0
 
 
 def chosen_gpus(option: str | None, environment: Mapping[str, str]) -> tuple[str, ...]:
@@ -174,9 +177,10 @@ _NCCL_ENVIRONMENT = {
     # Every communicator has a stream. Streams beyond the number of connections share one. There,
     # work queued after a receive that waits for its peer may hold up another stream's kernels.
     "CUDA_DEVICE_MAX_CONNECTIONS": "32",
-    # The first use of a lazily loaded kernel waits for all others on the device, including a
-    # receive that waits for its peer.
-    "CUDA_MODULE_LOADING": "EAGER",
+    # To load all kernels takes seconds and a gigabyte. But the first use of one that is loaded
+    # later waits for all others on the device, including a receive that waits for its peer. So
+    # workers use the job's kernels before they connect (`worker/profiling/preflight.py`).
+    "CUDA_MODULE_LOADING": "LAZY",
     # The worker recovers from a lost peer itself, and torch needs no watchdog: it would ask NCCL
     # beside the worker's threads, and sleep for a minute after each failed operation, which the end
     # of the group waits for. With this torch starts none, nor the monitor that looks after it.

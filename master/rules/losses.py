@@ -254,8 +254,16 @@ def give_up_late(context: Context, job: Job) -> Decision | None:
 def _grace_s(context: Context, job: Job) -> float:
     """Return the longest grace period of the nodes whose workers are starting, seconds."""
     assert job.current.made is not None
-    nodes = [context.state.nodes[worker.node] for worker in job.current.made.starting]
-    return max(context.timing.grace_s(node.facts.device) for node in nodes)
+    nodes = [context.state.nodes[worker.node].facts for worker in job.current.made.starting]
+    started_s = {
+        kind: max(
+            node.seen.started_s
+            for node in context.state.nodes.values()
+            if node.facts.device_kind == kind
+        )
+        for kind in {node.device_kind for node in nodes}
+    }
+    return max(context.timing.grace_s(one.device, started_s[one.device_kind]) for one in nodes)
 
 
 def _not_up(context: Context, job: Job) -> Iterator[WorkerLost]:
@@ -270,7 +278,7 @@ def _not_up(context: Context, job: Job) -> Iterator[WorkerLost]:
             job_id=job.id,
             worker=worker,
             incarnation=process.incarnation,
-            reason=f"its new process is not up after {_grace_s(context, job):g} s",
+            reason=f"its new process is not up after {round(_grace_s(context, job), 1):g} s",
             detect_s=context.now - since,
             late=True,
         )

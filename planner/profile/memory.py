@@ -20,10 +20,12 @@ MARGIN_SHARE = 10
 LEAST_MARGIN_BYTES = 256 << 20
 
 
-#: Memory of a GPU that each worker takes before any model: CUDA's context, the code of all kernels,
-#: workspaces of libraries, and a process's first communicator. An estimate; an H100's context alone
-#: takes some 500 MB.
+#: Memory of a GPU that each worker takes before any model, where it was not measured: CUDA's
+#: context, the code of kernels, workspaces of libraries, and a process's first communicator. An
+#: H100's context alone takes some 500 MB.
 GPU_CONTEXT_BYTES = 1 << 30
+#: Part of it that a process lacks which has computed little, and has no communicator. An estimate.
+_FIRST_USES_BYTES = 256 << 20
 #: NCCL's buffers for one peer and channel, one for each of its protocols (its defaults of
 #: NCCL_LL_BUFFSIZE, NCCL_LL128_BUFFSIZE and NCCL_BUFFSIZE).
 _BUFFERS_BYTES = (512 << 10) + 120 * 640 * 8 * 8 + (4 << 20)
@@ -73,33 +75,41 @@ def link_bytes(*, receives: bool, same_node: bool) -> int:
     return _TABLES_BYTES + LINK_CTAS * (messages + ring) * _BUFFERS_BYTES
 
 
-def gpu_reserve_bytes(workers_per_node: int) -> int:
+def worker_context_bytes(measured: int) -> int:
+    """Return the memory of a GPU that each worker takes before any model. `measured`: that of a
+    process which has computed little; 0: none was. So much that others must hold some of it counts
+    as none."""
+    believed = 0 < measured < 2 * GPU_CONTEXT_BYTES
+    return measured + _FIRST_USES_BYTES if believed else GPU_CONTEXT_BYTES
+
+
+def gpu_reserve_bytes(workers_per_node: int, context_bytes: int = GPU_CONTEXT_BYTES) -> int:
     """Return the bytes of each GPU that no plan may use. They are for CUDA, and for the
     communicators of a usual plan whose stages have all workers of a node. Plans with more
     communicators use the margin."""
     links = _USUAL_LINKS * link_bytes(receives=True, same_node=False)
     stage = stage_bytes(workers_per_node) if workers_per_node > 1 else 0
-    return GPU_CONTEXT_BYTES + _USUAL_SUMS * sum_bytes() + stage + links
+    return context_bytes + _USUAL_SUMS * sum_bytes() + stage + links
 
 
-def allocator_share(gpu_bytes: int, communicator_bytes: int) -> float:
+def allocator_share(gpu_bytes: int, beside_bytes: int) -> float:
     """Return the share of a GPU that torch's allocator may take, at least half.
 
-    CUDA and communicators of so many bytes need the rest: NCCL takes memory from the driver, and
+    CUDA and communicators, of `beside_bytes`, need the rest: NCCL takes memory from the driver, and
     torch does not return any by itself.
     """
-    left = gpu_bytes - GPU_CONTEXT_BYTES - communicator_bytes
-    return max(left / gpu_bytes, 0.5)
+    return max((gpu_bytes - beside_bytes) / gpu_bytes, 0.5)
 
 
 #: Least unexplained use of a GPU that is blamed on other processes; CUDA's own part is an estimate.
 _STRANGERS_BYTES = 1 << 30
 
 
-def strangers_bytes(used: int, reserved: int, communicator_bytes: int) -> int:
+def strangers_bytes(used: int, reserved: int, beside_bytes: int) -> int:
     """Return the bytes that other processes hold of a GPU that one worker has for itself; 0 where
-    in doubt. `used`: bytes of all processes; `reserved`: of torch's allocator."""
-    left = used - reserved - communicator_bytes - GPU_CONTEXT_BYTES
+    in doubt. `used`: bytes of all processes; `reserved`: of torch's allocator; `beside_bytes`: of
+    CUDA and communicators."""
+    left = used - reserved - beside_bytes
     return left if left >= _STRANGERS_BYTES else 0
 
 

@@ -21,7 +21,7 @@ from oobleck.agent.__main__ import (
 from oobleck.agent.connection.heads import local_address
 from oobleck.agent.gpus import default_memory
 from oobleck.host.gpu.devices import Gpu
-from oobleck.planner.profile.memory import gpu_reserve_bytes
+from oobleck.planner.profile.memory import GPU_CONTEXT_BYTES, gpu_reserve_bytes
 from support.commands import end, start_agent, start_master
 from support.forked import run_forked
 from support.waiting import PATIENCE_S, all_gone, is_stopped, until
@@ -203,8 +203,11 @@ def wait_for_line(stream: IO[str], pattern: str) -> str:
 )
 def test_plans_do_not_count_on_all_of_a_gpus_memory(workers: int, gpus: int, expected: int) -> None:
     found = [Gpu(name="H100", uuid=str(number), memory_bytes=80 << 30) for number in range(gpus)]
-    assert default_memory(workers, found) == expected
+    assert default_memory(workers, found, GPU_CONTEXT_BYTES) == expected
+    measured = GPU_CONTEXT_BYTES // 2
+    assert default_memory(workers, found, measured) == expected + GPU_CONTEXT_BYTES - measured
 
 
 def test_of_a_small_gpu_half_is_left_for_plans() -> None:
-    assert default_memory(1, [Gpu(name="T", uuid="0", memory_bytes=3 << 30)]) == 3 << 29
+    small = [Gpu(name="T", uuid="0", memory_bytes=3 << 30)]
+    assert default_memory(1, small, GPU_CONTEXT_BYTES) == 3 << 29

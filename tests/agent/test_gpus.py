@@ -6,6 +6,7 @@ import pytest
 
 from oobleck.agent import gpus
 from oobleck.host.gpu.devices import Gpu, GpuReport
+from oobleck.planner.profile.memory import GPU_CONTEXT_BYTES, gpu_reserve_bytes
 
 TWO = tuple(
     Gpu(name="H100", uuid=f"u{number}", memory_bytes=1, bus=f"bus {number}", visible=str(number))
@@ -26,6 +27,29 @@ def test_only_the_gpus_that_workers_get_are_looked_at(
     found = gpus.find({}, option, workers, shared=False)
     assert [gpu.visible for gpu in found.gpus] == ["0", "1"][:used]
     assert looked_at == [TWO[:used]]
+
+
+@pytest.mark.parametrize(
+    ("measured", "shared", "expected"),
+    [
+        (500 << 20, False, 756 << 20),
+        # Others' memory may be in it, or is.
+        (500 << 20, True, GPU_CONTEXT_BYTES),
+        (70 << 30, False, GPU_CONTEXT_BYTES),
+        (0, False, GPU_CONTEXT_BYTES),
+    ],
+)
+def test_what_a_worker_takes_before_any_model_is_measured_where_it_can_be(
+    monkeypatch: pytest.MonkeyPatch, measured: int, shared: bool, expected: int
+) -> None:
+    report = GpuReport(gpus=TWO, context_bytes=measured)
+    monkeypatch.setattr(gpus, "find_gpus", lambda environment, names: report)
+    monkeypatch.setattr(gpus, "check_unused", lambda used: None)
+    found = gpus.find({}, None, 1, shared=shared)
+    assert found.context_bytes == expected
+    gpu = [Gpu(name="H100", uuid="0", memory_bytes=80 << 30)]
+    left = gpus.default_memory(1, gpu, found.context_bytes)
+    assert left == (80 << 30) - gpu_reserve_bytes(1, expected)
 
 
 def near(*cpus: Sequence[int]) -> list[Gpu]:

@@ -11,8 +11,9 @@ most nodes report the same.
 The run also compiles the layers that are to be compiled, for each number of workers that may share
 them. A plan may put any layer on any worker, so all kinds are compiled, and no step waits for the
 compiler. For the project's own layers, no step waits for first-pass costs either: a fork's pages
-are copied when first written, and torch sets up each operator at its first call. Must not know how
-compiling works.
+are copied when first written, and torch sets up each operator at its first call. A GPU's kernels
+are loaded here too, while no communicator waits there for its peer. Must not know how compiling
+works.
 """
 
 import faulthandler
@@ -117,19 +118,21 @@ def preflight(
     """Try the layers and the optimizer.
 
     `passed`: another process of this host has done so; then the user's code is tried again only if
-    layers are compiled. `workers`: workers of this node, which may share a layer. Raise DataError
-    or JobError if the code fails, NodeError if this node lacks something else.
+    layers are compiled, or on a GPU. `workers`: workers of this node, which may share a layer.
+    Raise DataError or JobError if the code fails, NodeError if this node lacks something else.
     """
     model = job.model
     compiled = {n for n in model.examples if job.training.compile and model.compiles(n)}
-    if has_own_code(job) and passed and not compiled:
+    on_gpu = device.type == "cuda"
+    if has_own_code(job) and passed and not compiled and not on_gpu:
         return
     began = time.monotonic()
     with compiling(device) if compiled else nullcontext():
         if has_own_code(job):
             tried = _try_in_turn(job, device, dataset, workers, compiled)
         else:
-            short = [n for n in model.examples if n in compiled or _takes_a_moment(job, n)]
+            wanted = set(model.examples) if on_gpu else compiled
+            short = [n for n in model.examples if n in wanted or _takes_a_moment(job, n)]
             for layer in short:
                 _try(job, layer, device, workers, None, compiled=layer in compiled)
             tried = len(short)
@@ -186,10 +189,11 @@ def _try(
     """Return the layer's output in host memory, as if received. None: the layer does not fit here
     alone, but workers may share it.
 
-    If it is `compiled`, it is also tried as one of several workers that share it: other rows need
-    other code.
+    If it is `compiled`, or runs kernels of a GPU, it is also tried as one of several workers that
+    share it: other rows need other code.
     """
-    sizes = sharing_sizes(job.training.microbatch, workers if compiled else 1)
+    again = compiled or device.type == "cuda"
+    sizes = sharing_sizes(job.training.microbatch, workers if again else 1)
     try:
         output = pass_once(job, layer, device, given).cpu().contiguous()
         for sharing in sizes[1:] if job.model.may_share(layer) else ():

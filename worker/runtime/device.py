@@ -84,24 +84,36 @@ def torch_version() -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def limit_allocator(device: torch.device, communicator_bytes: int) -> None:
-    """Make torch return its cached memory, and limit its allocator so that CUDA and communicators
-    of so many bytes get theirs from the driver."""
+def limit_allocator(device: torch.device, beside_bytes: int) -> None:
+    """Make torch return its cached memory, and limit its allocator so that CUDA and communicators,
+    of `beside_bytes`, get theirs from the driver."""
     if device.type != "cuda":
         return
     torch.cuda.empty_cache()
     found = torch.cuda.get_device_properties(device)
-    share = allocator_share(found.total_memory, communicator_bytes)
+    share = allocator_share(found.total_memory, beside_bytes)
     torch.cuda.set_per_process_memory_fraction(share, device)
 
 
-def held_by_others(device: torch.device, communicator_bytes: int) -> int:
+def held_by_others(device: torch.device, beside_bytes: int) -> int:
     """Return the bytes of a GPU that other processes hold. This process has the GPU for itself, and
-    communicators of `communicator_bytes` with it. 0 for a CPU."""
+    `beside_bytes` of it for CUDA and communicators. 0 for a CPU."""
     if device.type != "cuda":
         return 0
     free, total = torch.cuda.mem_get_info(device)
-    return strangers_bytes(total - free, torch.cuda.memory_reserved(device), communicator_bytes)
+    return strangers_bytes(total - free, torch.cuda.memory_reserved(device), beside_bytes)
+
+
+def context_bytes(device: torch.device) -> int:
+    """Compute something on a GPU, and return the bytes in use there beside torch's memory: CUDA's,
+    and those of other processes. 0 where it cannot compute."""
+    try:
+        ones = torch.ones(256, 256, dtype=torch.bfloat16, device=device)
+        ones.mm(ones).float().softmax(0).norm().item()
+        free, total = torch.cuda.mem_get_info(device)
+        return total - free - torch.cuda.memory_reserved(device)
+    except RuntimeError:
+        return 0
 
 
 def _board(device: torch.device) -> str:
@@ -159,11 +171,17 @@ def find_chosen(names: Sequence[str]) -> GpuReport:
 
 def _find_one(name: str) -> GpuReport:
     os.environ["CUDA_VISIBLE_DEVICES"] = name
-    return find_gpus()
+    return _with_context(find_gpus())
+
+
+def _with_context(report: GpuReport) -> GpuReport:
+    if not report.gpus:
+        return report
+    return msgspec.structs.replace(report, context_bytes=context_bytes(torch.device("cuda:0")))
 
 
 if __name__ == "__main__":
-    report = find_chosen(sys.argv[1:]) if sys.argv[1:] else find_gpus()
+    report = find_chosen(sys.argv[1:]) if sys.argv[1:] else _with_context(find_gpus())
     sys.stdout.write(msgspec.json.encode(report).decode() + "\n")
 
 

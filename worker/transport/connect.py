@@ -17,6 +17,7 @@ from oobleck.core.ids import WorkerId
 from oobleck.core.job.spec import TransportName
 from oobleck.core.messages import Launch
 from oobleck.host.gpu.devices import SHARED
+from oobleck.planner.profile.memory import GPU_CONTEXT_BYTES
 from oobleck.planner.programs.communicators import (
     MOST_COMMUNICATORS,
     NO_WIRING,
@@ -160,6 +161,7 @@ class Connector:
             self._board = str(launch.worker)
         self._least_moved = launch.chunk_bytes * CONNECTED_CHUNKS
         self._shared = SHARED in launch.device_kind
+        self._context_bytes = launch.context_bytes or GPU_CONTEXT_BYTES
         self._device_bytes = 0
         aborts = Aborts(self.device, replaced=launch.replaced)
         self._communicators = Communicators(self.device, aborts, maker)
@@ -186,7 +188,8 @@ class Connector:
     def held_by_others(self) -> int:
         """Return the bytes of this worker's GPU that other processes hold, if it is the only worker
         there."""
-        return 0 if self._shared else held_by_others(self.device, self._device_bytes)
+        beside = self._context_bytes + self._device_bytes
+        return 0 if self._shared else held_by_others(self.device, beside)
 
     def near(self, rank: int, size: int, wiring: Wiring) -> set[int]:
         """Return the ranks that a worker has links to from the beginning.
@@ -234,9 +237,9 @@ class Connector:
         self._device_bytes = wiring.device_bytes if choice == "nccl" else 0
         if choice != "nccl":
             self.release()
-            limit_allocator(self.device, 0)
+            limit_allocator(self.device, self._context_bytes)
             return below
-        limit_allocator(self.device, wiring.device_bytes)
+        limit_allocator(self.device, self._context_bytes + wiring.device_bytes)
         has = [stamps_of(one.has) for one in said]
         ways: list[Name] = []
         if moving is not None:

@@ -30,7 +30,7 @@ from oobleck.master.state import evidence
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.job import Job
 from oobleck.master.state.job_observed import JobSeen, LossSeen, SinceStep
-from oobleck.master.state.node import Held, Node
+from oobleck.master.state.node import Held, Node, NodeSeen
 from oobleck.master.state.pace import Reading
 from oobleck.master.state.reducer.worker_reports import hear, hear_save, note_entered, note_progress
 from oobleck.proto.types import Assignment, NodeStatus, WorkerStatus
@@ -147,6 +147,7 @@ def _take_status(state: ClusterState, node: Node, status: NodeStatus, now: float
     seen.hear(now)
     changed = _without_progress(status) != _without_progress(seen.status)
     before, seen.status = seen.status, status
+    _note_starts(seen, status, now)
     if seen.running is not None and seen.running.job_id != status.job_id:
         seen.running = None  # it has a newer assignment since
     job = state.job
@@ -168,6 +169,18 @@ def _take_status(state: ClusterState, node: Node, status: NodeStatus, now: float
                 note_entered(job, worker.incarnation, generation)
         changed |= job.due_report() is not None
     return changed
+
+
+def _note_starts(seen: NodeSeen, status: NodeStatus, now: float) -> None:
+    """Note how long processes took from their forks until they were up."""
+    before, seen.starting = seen.starting, {}
+    for worker in status.workers:
+        forked = before.get(worker.slot, (None, now))
+        since = forked[1] if forked[0] == worker.incarnation else now
+        if not worker.card:
+            seen.starting[worker.slot] = worker.incarnation, since
+        elif forked[0] == worker.incarnation:
+            seen.started_s = max(seen.started_s, now - since)
 
 
 def _without_progress(status: NodeStatus) -> tuple[object, ...]:

@@ -101,6 +101,6 @@ def test_limits_and_variables_that_stand_against_nccl(tmp_path: Path) -> None:
     assert (little.level, "64.0 KiB" in little.what) == ("fail", True)
     (enough,) = locked_memory(resource.RLIM_INFINITY, tmp_path)
     assert enough.level == "pass"
-    given = {"NCCL_NVLS_ENABLE": "1", "CUDA_MODULE_LOADING": "EAGER", "OMP_NUM_THREADS": "8"}
+    given = {"NCCL_NVLS_ENABLE": "1", "CUDA_MODULE_LOADING": "LAZY", "OMP_NUM_THREADS": "8"}
     (against,) = environment(given)
     assert against.what == "NCCL_NVLS_ENABLE=1 conflicts with the 0 that workers need"
