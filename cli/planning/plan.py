@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, get_args
 
@@ -21,7 +22,7 @@ from oobleck.core.schedules import SCHEDULES, Schedule
 from oobleck.core.units import count, format_bytes
 from oobleck.host.command import USAGE, CommandFailed
 from oobleck.host.display import printable
-from oobleck.planner.report.speed import speed_line
+from oobleck.planner.report.speed import speed_lines
 
 if TYPE_CHECKING:
     from oobleck.planner.report.report import PlanReport
@@ -99,11 +100,11 @@ def plan(
     report = _report(question, nodes, lost, slow)
     data = report.data()
     if question.speed is not None:
-        data["speed"] = question.speed.data(
-            samples=question.global_batch,
-            step_s=data["plan"]["step_s"],
-            workers=(nodes - len(data["plan"]["idle"])) * report.profile.gpus_per_node,
-        )
+        workers = (nodes - len(data["plan"]["idle"])) * report.profile.gpus_per_node
+        of_step = partial(question.speed.data, samples=question.global_batch, workers=workers)
+        data["speed"] = of_step(step_s=data["plan"]["step_s"])
+        for way, profile in question.otherwise.items():
+            data["speed"][way] = of_step(step_s=report.first.step_s_by(profile))
     if question.notes:
         data["notes"] = list(question.notes)
     if is_data(form):
@@ -157,7 +158,7 @@ def report_text(report: dict[str, Any], drawing: str, width: int | None = None) 
     parts = [
         table(heads, rows, width=width),
         *report.get("notes", []),
-        drawing.rstrip() + (f"\n{speed_line(report['speed'])}" if "speed" in report else ""),
+        drawing.rstrip() + (f"\n{speed_lines(report['speed'])}" if "speed" in report else ""),
     ]
     for loss in report.get("after_losses", []):
         parts += _loss(loss, width)

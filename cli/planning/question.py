@@ -4,7 +4,7 @@ Owns which values come from the file, the flags or this machine. Must not know h
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -120,6 +120,9 @@ class Question:
     notes: tuple[str, ...] = ()
     #: FLOPs of a step per token, tokens per sample, and peak FLOP/s of a worker; None: unknown.
     speed: Speed | None = None
+    #: Where the speed is known: profile of the job with compile if it has none, or without, by the
+    #: name of its speed.
+    otherwise: Mapping[str, Profile] = dataclasses.field(default_factory=dict)
 
 
 def read_question(
@@ -203,7 +206,21 @@ def from_job(path: Path, overrides: Sequence[str], flags: Flags) -> Question:
         mtbf_s=job.recovery.mtbf_s,
         notes=(*_unused(profile, used), *notes_of_times(flags, speed, measured=bool(text))),
         speed=speed,
+        otherwise={} if speed is None else _otherwise(job, flags, used.gpus_per_node),
     )
+
+
+def _otherwise(job: JobSpec, flags: Flags, gpus_per_node: int) -> Mapping[str, Profile]:
+    """Return the profile of the job with compile if it has none, or without; none where it cannot
+    be compiled."""
+    compiles = not job.training.compile
+    try:
+        training = dataclasses.replace(job.training, compile=compiles)
+        profile = _estimate(dataclasses.replace(job, training=training), flags)
+    except ValueError:
+        return {}
+    name = "with_compile" if compiles else "without_compile"
+    return {name: dataclasses.replace(profile, gpus_per_node=gpus_per_node)}
 
 
 def _estimate(job: JobSpec, flags: Flags) -> Profile:

@@ -30,8 +30,10 @@ from oobleck.planner.profile.sharing import gathered_bytes, sharing_sizes, with_
 
 #: Memory rate of the nominal worker.
 _NOMINAL_BYTES_PER_S = 5e9
-#: Times that a forward reads or writes each byte that it keeps.
+#: Times that a forward reads or writes each byte that it keeps: with kernels of torch, and with
+#: compiled ones, which combine neighbouring operations.
 _PASSES = 2
+_COMPILED_PASSES = 1
 #: Times that an update reads or writes each byte of the state. Norm, clip and AdamW read and write
 #: weights, gradients and moments; then the gradients are cleared.
 _UPDATE_PASSES = 2.25
@@ -256,6 +258,7 @@ def _block(job: JobSpec, name: str, machine: Machine) -> LayerProfile:
             _narrow_bytes(job, counted.parameters) // 3,
         ],
         output_bytes=_hidden_bytes(job),
+        passes=_COMPILED_PASSES if job.training.compile else _PASSES,
     )
 
 
@@ -321,11 +324,13 @@ def _layer(
     output_bytes: int,
     tied_bytes: int = 0,
     wide: bool = False,
+    passes: int = _PASSES,
 ) -> LayerProfile:
-    """Build the profile of a layer. `wide`: it computes with the weights in their trained type."""
+    """Build the profile of a layer. `wide`: it computes with the weights in their trained type;
+    `passes`: times that its forward reads or writes each byte that it keeps."""
     narrow = 0 if wide else narrow_bytes(counted.parameters, job.training.precision)
     products_s = _rows(job) * counted.flops / machine.flops_per_s(job.training)
-    moved = _PASSES * activation_bytes + (0 if wide else narrow)
+    moved = passes * activation_bytes + (0 if wide else narrow)
     forward_s = products_s + _moving_s(moved, machine, nominal=False)
     if machine.is_gpu:
         forward_s = max(forward_s, machine.least_s)

@@ -48,6 +48,11 @@ class Outcome:
         """Communicators that the plan needs, and their memory of a GPU."""
         return needed(self.plan, tied=self.tied)
 
+    def step_s_by(self, profile: Profile) -> float:
+        """Return the plan's step time by another profile."""
+        plan = self.plan
+        return choose_schedule(plan, profile, tied=self.tied, wanted=plan.schedule).step_s
+
     @property
     def estimate(self) -> StepEstimate:
         return self.choice.estimates[self.choice.schedule]

@@ -1,7 +1,7 @@
 """Tokens per second of a plan or a job, and their share of the GPUs' peak (MFU)."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -33,10 +33,29 @@ class Speed:
         }
 
 
-def speed_line(data: dict[str, Any]) -> str:
-    """Describe the speed in a line for people."""
+#: Estimates as shares of torchtitan's published figures for Llama 3 8B on H100, least and most,
+#: without compile and with it (docs/planning.md). None was measured.
+PUBLISHED: Mapping[str, tuple[float, float]] = {"without": (0.96, 0.99), "with": (0.88, 0.92)}
+
+
+def speed_lines(data: dict[str, Any]) -> str:
+    """Describe the speed in lines for people: as the job has it, with or without compile instead,
+    and how far estimates are from published figures."""
+    lines = [f"speed: {_said(data)}"]
+    lines += [
+        f"  {way} compile: {_said(data[key])}"
+        for way in PUBLISHED
+        if (key := f"{way}_compile") in data
+    ]
+    shares = ", ".join(
+        f"{least:.2f} to {most:.2f} {way} compile" for way, (least, most) in PUBLISHED.items()
+    )
+    return "\n".join([*lines, f"  share of published figures that estimates reach: {shares}"])
+
+
+def _said(data: dict[str, Any]) -> str:
     return (
-        f"speed: {data['tokens_per_s']:,.0f} tokens/s, {data['tokens_per_s_per_worker']:,.0f} per "
+        f"{data['tokens_per_s']:,.0f} tokens/s, {data['tokens_per_s_per_worker']:,.0f} per "
         f"GPU; {data['flops_per_s_per_worker'] / 1e12:.0f} TFLOP/s per GPU, "
         f"{100 * data['mfu']:.0f}% of the peak (MFU)"
     )

@@ -16,6 +16,7 @@ from oobleck.core.job.file import parse_job
 from oobleck.core.profile import format_profile
 from oobleck.planner.profile.estimate import estimate_profile
 from oobleck.planner.profile.memory import usable_bytes
+from oobleck.planner.report.speed import PUBLISHED
 from support.commands import refused, run
 
 JobFile = Callable[..., Path]
@@ -77,8 +78,43 @@ def test_a_job_for_gpus_gets_believable_times(tmp_path: Path) -> None:
     assert speed["tokens_per_s"] == pytest.approx(1024 * 8192 / report["plan"]["step_s"])
     assert speed["tokens_per_s_per_worker"] == pytest.approx(speed["tokens_per_s"] / 128)
     assert "notes" not in report
+    assert 1.02 < speed["with_compile"]["mfu"] / speed["mfu"] < 1.2
     shown = run("plan", str(job), "--nodes", "16", "--gpu", "H100").stdout
-    assert re.search(r"^speed: [\d,]+ tokens/s, [\d,]+ per GPU; \d+ TFLOP/s per GPU, ", shown, re.M)
+    said = r"[\d,]+ tokens/s, [\d,]+ per GPU; \d+ TFLOP/s per GPU, \d+% of the peak"
+    told = "  share of published figures that estimates reach: 0.96 to 0.99 without compile, "
+    assert re.search(rf"^speed: {said}.*\n  with compile: {said}.*\n{told}", shown, re.M)
+    compiled = planned(str(job), "--nodes", "16", "--gpu", "h100", "--set", "training.compile=true")
+    assert compiled["speed"]["mfu"] == pytest.approx(speed["with_compile"]["mfu"], rel=0.02)
+    assert compiled["speed"]["without_compile"]["mfu"] == pytest.approx(speed["mfu"], rel=0.02)
+    job.write_text(
+        LLAMA.replace("preset: llama-3-8b", "preset: gpt3-small, config: {attn_pdrop: 0.1}")
+    )
+    dropping = planned(
+        str(job), "--nodes", "16", "--gpu", "h100", "--set", "model.sequence_length=1024"
+    )
+    assert "with_compile" not in dropping["speed"]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "batch", "published"),
+    [
+        (1, 16, {"without": 5762, "with": 6667}),
+        (16, 256, {"without": 5605, "with": 6514}),
+    ],
+)
+def test_estimates_reach_of_published_figures_what_is_told(
+    tmp_path: Path, nodes: int, batch: int, published: dict[str, int]
+) -> None:
+    """Of torchtitan: benchmarks/llama3_h100_202412_torchtitan.md."""
+    job = tmp_path / "job.yaml"
+    job.write_text(LLAMA + f"fault_tolerance: {min(1, nodes - 1)}\n")
+    given = (f"training.global_batch={batch}", "training.microbatch=2")
+    sets = [part for one in given for part in ("--set", one)]
+    speed = planned(str(job), "--nodes", str(nodes), "--gpu", "h100", *sets)["speed"]
+    for way, found in (("without", speed), ("with", speed["with_compile"])):
+        least, most = PUBLISHED[way]
+        share = found["tokens_per_s_per_worker"] / published[way]
+        assert least <= round(share, 2) <= most
 
 
 def test_without_gpus_times_are_said_to_be_nominal(job_file: JobFile) -> None:
