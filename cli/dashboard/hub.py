@@ -72,7 +72,7 @@ class Hub:
     def job(self, status: pb.JobStatus) -> JobFeed:
         """Return the job's feed. Raise Problem."""
         name = status.job_id
-        return _found(self._jobs, name, lambda: JobFeed(self._connect, name, status.committed_step))
+        return _found(self._jobs, name, lambda: JobFeed(self._connect, name, status.recorded_step))
 
     def logs(self, status: pb.JobStatus) -> LogFeed:
         """Return the feed of the job's output. Raise Problem."""

@@ -124,7 +124,7 @@ class JobBased(ClusterBased):
         return super().version(), self.feed.version
 
     def is_ready(self) -> bool:
-        return self.feed.has_caught_up(self.status().committed_step)
+        return self.feed.has_caught_up(self.status().recorded_step)
 
 
 class JobPage(JobBased):

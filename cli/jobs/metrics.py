@@ -66,7 +66,7 @@ def metrics(
         raise click.UsageError("--plot requires the table; leave out --csv, --json and -f")
     plotted = plotted or (sys.stdout.isatty() and not follow)
     with MasterClient(master) as connection:
-        done = connection.job(job_id).committed_step
+        done = connection.job(job_id).recorded_step
         first = from_step or 1
         if from_step is None and not (as_csv or is_data(form) or plotted or evaluations):
             first = max(1, done - _ROWS + 1)

@@ -114,7 +114,7 @@ class _Shown:
 
     def __init__(self, connect: Connect, job: pb.JobStatus) -> None:
         self.job_id = job.job_id
-        self._history = JobFeed(connect, job.job_id, job.committed_step, steps=_STEPS)
+        self._history = JobFeed(connect, job.job_id, job.recorded_step, steps=_STEPS)
         since = log_time((job.finished_at or time.time()) - _OUTPUT_S)
         self._output = LogFeed(connect, job.job_id, since)
         #: Its events as lines, made anew when the feed has grown.

@@ -134,7 +134,7 @@ def feed(
 ) -> Iterator[Item | None]:
     """Yield the items that are not written yet; None when no more are available now. `tell`:
     reports that the master is away, or back. Raise CommandFailed."""
-    due = master.job(job_id).committed_step
+    due = master.job(job_id).recorded_step
     # Read before any step, so that old steps do not overtake them.
     early = [json.loads(event.json) for event in master.events(job_id, follow=False)]
     known = early[-1]["id"] if early else 0

@@ -232,16 +232,16 @@ class JobFeed:
     """Feed of a job's steps and events."""
 
     def __init__(
-        self, connect: Connect, job_id: str, committed_step: int, *, steps: int = MOST_HISTORY
+        self, connect: Connect, job_id: str, recorded_step: int, *, steps: int = MOST_HISTORY
     ) -> None:
-        """Start reading. `steps`: how many of those until `committed_step` are read."""
+        """Start reading. `steps`: how many of those until `recorded_step` are read."""
         self.job_id = job_id
         self.touched = time.monotonic()
         #: Grows with every record.
         self.version = 0
         self._lock = threading.Lock()
         self._series = Series()
-        self._from_step = max(1, committed_step - steps + 1)
+        self._from_step = max(1, recorded_step - steps + 1)
         self._events = deque[Mapping[str, Any]](maxlen=MOST_EVENTS)
         self._told = 0
         self._incidents: dict[int, Mapping[str, Any]] = {}
@@ -260,9 +260,9 @@ class JobFeed:
     def is_complete(self) -> bool:
         return self.steps.ended and self.happenings.ended
 
-    def has_caught_up(self, committed_step: int) -> bool:
+    def has_caught_up(self, recorded_step: int) -> bool:
         """Return whether all that was known at the start has arrived."""
-        return self._series.last_step >= committed_step or self.steps.ended
+        return self._series.last_step >= recorded_step or self.steps.ended
 
     def history(self, now: float) -> JobHistory:
         with self._lock:

@@ -48,7 +48,8 @@ def job_status(state: ClusterState, job: Job, config: MasterConfig, now: float) 
         state=job.state,
         reason=_reason(state, job, config, now),
         generation=job.current.generation,
-        committed_step=seen.steps.committed_step,
+        committed_step=job.committed_step,
+        recorded_step=seen.steps.recorded_step,
         steps=training.steps,
         tokens_per_s=rate if moving or job.state == "succeeded" else 0.0,
         submitted_at=job.submitted_at,
@@ -97,7 +98,7 @@ def job_status(state: ClusterState, job: Job, config: MasterConfig, now: float) 
         recent = tuple(seen.steps.recent)
         # The mean is used: if labels choose the learned tokens, their number differs by step.
         step_tokens = fmean(record.tokens for record in recent[1:] or recent)
-        message.eta_s = (training.steps - seen.steps.committed_step) * step_tokens / rate
+        message.eta_s = (training.steps - job.committed_step) * step_tokens / rate
     return message
 
 
@@ -165,7 +166,7 @@ def _memory(state: ClusterState, job: Job) -> Iterator[pb.WorkerMemory]:
 
 def is_moving(job: Job, now: float) -> bool:
     """Return whether the last step is recent enough that the next one is not overdue."""
-    recent, age_s = job.seen.steps.recent, step_age_s(job.seen, now)
+    recent, age_s = job.seen.steps.recent, _record_age_s(job.seen, now)
     if age_s is None or not recent:
         return False
     usual_s = median(record.step_seconds for record in recent)
@@ -173,6 +174,14 @@ def is_moving(job: Job, now: float) -> bool:
 
 
 def step_age_s(seen: JobSeen, now: float) -> float | None:
+    """Return the age of the last committed step, seconds; None: none is known."""
+    steps = seen.steps
+    if steps.advanced_at is None or (steps.recent and steps.recent[-1].step == steps.furthest_step):
+        return _record_age_s(seen, now)
+    return max(0.0, now - steps.advanced_at)
+
+
+def _record_age_s(seen: JobSeen, now: float) -> float | None:
     """Return the age of the last recorded step, seconds; None: there is none. A step that an
     earlier master recorded is dated by its Unix time."""
     if seen.steps.recorded_at is None:

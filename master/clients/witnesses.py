@@ -387,9 +387,12 @@ class Confirmations:
         words = [msgspec.structs.replace(word, told_by=by) for word, by in verdict.words]
         if words:
             new = archive.take_records(job_id, tuple(words))
-            if new:
-                self._ledger.observe(RecordsReceived(job_id=job_id, records=new), now)
-            claims.records.settle_through(archive.metrics(job_id).through_step)
+            through = archive.metrics(job_id).through_step
+            ahead = tuple(word for word in words if word.step > through)
+            if new or ahead:
+                received = RecordsReceived(job_id=job_id, records=new, ahead=ahead)
+                self._ledger.observe(received, now)
+            claims.records.settle_through(through)
         self._note_differences(job_id, "step", verdict.differ)
 
     def _settle_evaluations(

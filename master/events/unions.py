@@ -68,10 +68,12 @@ class ProfilesFound(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RecordsReceived(msgspec.Struct, frozen=True, kw_only=True):
-    """New lines of metrics.jsonl, in step order, now on disk."""
+    """New lines of metrics.jsonl, in step order, now on disk, and confirmed records of later steps,
+    whose lines wait for earlier ones."""
 
     job_id: JobId
     records: tuple[StepRecord, ...]
+    ahead: tuple[StepRecord, ...] = ()
 
 
 class RecordsWait(msgspec.Struct, frozen=True, kw_only=True):

@@ -28,7 +28,7 @@ INFO = Family("gauge", "oobleck_job_info", "1; the job's name.", ("job_id", "nam
 STATE = Family("gauge", "oobleck_job_state", "1 for the job's state.", ("job_id", "state"))
 
 STEPS = _gauge("target_steps", "Steps to train.")
-COMMITTED = _gauge("committed_step", "Newest step in metrics.jsonl.")
+COMMITTED = _gauge("committed_step", "Newest step that the workers have committed.")
 GENERATION = _gauge("generation", "Newest plan's number.")
 NODES = _gauge("nodes", "Live nodes of the newest plan.")
 PIPELINES = _gauge("pipelines", "Pipelines of the newest plan.")
@@ -166,7 +166,7 @@ def _of_plan(job: Job) -> Mapping[Family, float | None]:
 def _of_steps(job: Job, now: float) -> Mapping[Family, float | None]:
     seen, over = job.seen.steps, job.state in ENDED
     values: dict[Family, float | None] = {
-        COMMITTED: seen.committed_step,
+        COMMITTED: job.committed_step,
         STEP_AGE: None if over else step_age_s(job.seen, now),
         EVALUATED: seen.evaluation.loss if seen.evaluation is not None else None,
     }

@@ -121,16 +121,19 @@ def forget_jobs(context: Context) -> Decision | None:
 def first_step(context: Context, job: Job) -> Decision | None:
     if not job.current.on_the_way:
         return None
-    step = next(
-        (r.step for r in job.seen.steps.recent if r.generation >= job.current.generation), None
-    )
-    if step is None and job.seen.steps.redone is not None:
-        generation, first, last = job.seen.steps.redone
-        step = last if generation == job.current.generation and last > first else None
+    steps, generation = job.seen.steps, job.current.generation
+    step = next((r.step for r in steps.recent if r.generation >= generation), None)
+    due = _told_by(context, job)
+    if step is None and steps.redone is not None:
+        redoes, first, last = steps.redone
+        step = last if redoes == generation and last > first else None
+    if step is None and steps.furthest_in == generation:
+        # Its record, which tells more, usually comes with the statuses that tell of it.
+        step, due = steps.furthest_step, max(due, _first_told_at(job) + GATHER_WORDS_S)
     how = transition_stats(job, context.now)
     if step is None or how is None:
         return None
-    if (due := _told_by(context, job)) > context.now:
+    if due > context.now:
         return Decision(wake_at=due, reason="workers have not told yet how they came here")
     older = (r for r in reversed(job.seen.steps.recent) if r.generation < job.current.generation)
     before = next(older, job.seen.steps.last_before)
@@ -145,6 +148,11 @@ def first_step(context: Context, job: Job) -> Decision | None:
     return Decision(
         actions=(event,), reason=f"generation {job.current.generation} has committed a step"
     )
+
+
+def _first_told_at(job: Job) -> float:
+    timeline = job.seen.timeline
+    return timeline.first_step_at or 0.0 if timeline is not None else 0.0
 
 
 def _told_by(context: Context, job: Job) -> float:
@@ -183,7 +191,7 @@ def end_jobs(context: Context) -> Decision | None:
 def _succeed(context: Context, job: Job) -> Decision | None:
     if not job.all_finished():
         return None
-    steps, through = job.spec.training.steps, job.seen.steps.committed_step
+    steps, through = job.spec.training.steps, job.seen.steps.recorded_step
     if through < steps or _lacks_evaluations(job):
         missing = f"all workers have finished; the records of steps {through + 1} to {steps} lack"
         if through == steps:
@@ -235,7 +243,7 @@ def save_in_time(context: Context, job: Job) -> Decision | None:
     if spec is None or spec.every != "auto" or not questions.undisturbed(context.state, job):
         return None
     saved = saves.checkpoint.step if saves.checkpoint is not None else 0
-    if job.seen.steps.committed_step <= saved:
+    if job.committed_step <= saved:
         return None
     # A request that is not answered in that time is repeated: workers that have answered more than
     # this head knows of pass over the first.

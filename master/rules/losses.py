@@ -189,7 +189,7 @@ def _lost_workers(state: ClusterState, job: Job, now: float) -> Iterator[WorkerL
     """Yield the processes of the newest plan that their agents no longer have."""
     known, lost = job.current.lost_workers, job.current.lost_nodes
     first_report = min((at for at, _ in job.seen.peers_lost.values()), default=now)
-    all_committed = job.seen.steps.committed_step >= job.spec.training.steps
+    all_committed = job.committed_step >= job.spec.training.steps
     for worker, incarnation in {
         **job.current.processes(),
         **job.current.leaving_processes(),

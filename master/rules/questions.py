@@ -56,7 +56,7 @@ def outlook(context: Context, job: Job) -> Outlook:
     steps, saved, unix = job.seen.steps, job.saves.checkpoint, job.seen.unix(context.now)
     losses = context.state.losses_until(unix)
     restored = job.rollback.restored
-    done = max(steps.committed_step, steps.furthest_step)
+    done = job.committed_step
     if job.rollback.redo_until:  # records do not go back with the state
         done = steps.furthest_step
     saved_step = restored.step if restored is not None else 0
@@ -109,8 +109,8 @@ def was_trained(state: ClusterState, job: Job) -> bool:
     """Return whether the model was trained, so that there is state to lose. After a restart of the
     master the step may be unknown, and the nodes that reported it may be gone. One node's report
     does not count while others of the plan are connected and have no step."""
-    steps, processes = job.seen.steps, job.current.processes()
-    if job.current.stepped > NO_GENERATION or max(steps.committed_step, steps.furthest_step) > 0:
+    processes = job.current.processes()
+    if job.current.stepped > NO_GENERATION or job.committed_step > 0:
         return True
     timeline, others = job.seen.timeline, set()
     agreed = timeline.joined if timeline is not None else {}

@@ -147,7 +147,7 @@ def transition_stats(job: Job, now: float) -> ReconfigurationStats | None:
 
 def _stall_s(job: Job, now: float) -> float | None:
     """Return the seconds without a committed step before the newest generation's first one, less
-    one usual step; None: it has no step yet, or no earlier one is known."""
+    one usual step; None: it has no step yet, or the one before it is not known."""
     seen = job.seen
     recent, generation = job.seen.steps.recent, job.current.generation
     before = [record for record in recent if record.generation < generation]
@@ -155,6 +155,8 @@ def _stall_s(job: Job, now: float) -> float | None:
         before = [job.seen.steps.last_before]  # many steps may be reported at once
     first = next((record for record in recent if record.generation >= generation), None)
     if first is not None:
+        if before and first.step > before[-1].step + 1:
+            return None  # records between them are late
         at = first.time
     elif seen.steps.redone is not None and seen.steps.redone[0] == generation:
         at = job.seen.unix(now)  # a step that is done again has no second record

@@ -390,6 +390,13 @@ class Job:
         self.stand_bys = dict(found)
 
     @property
+    def committed_step(self) -> int:
+        """Newest step that the workers have committed, whether its record has come or not."""
+        if self.state == "succeeded" and not self.profile_only:
+            return self.spec.training.steps
+        return max(self.seen.steps.committed_step, self.seen.steps.furthest_step)
+
+    @property
     def redone_until(self) -> int:
         """`redo_until`, or the newest recorded step if agents reported it later."""
         until = self.rollback.redo_until
@@ -410,8 +417,7 @@ class Job:
     def due_report(self) -> SaveReport | None:
         """Return the first report on checkpoints that is to become an event. Workers save only
         committed steps, but the report of the commit may arrive later."""
-        steps = self.seen.steps
-        committed = max(steps.furthest_step, steps.committed_step, self.rollback.redo_until)
+        committed = max(self.committed_step, self.rollback.redo_until)
         reports = self.seen.save_reports
         due = (r for r in reports if not isinstance(r, CheckpointSaved) or r.step <= committed)
         return next(due, None)

@@ -119,14 +119,17 @@ class LossSeen:
 class StepsSeen:
     """Progress of training, from step records and statuses."""
 
-    #: Newest recorded step.
+    #: Newest step with a confirmed record. Its line may wait for those of earlier steps.
     committed_step: int = 0
-    #: Last records, the newest of them that of `committed_step`.
+    #: Newest line of metrics.jsonl.
+    recorded_step: int = 0
+    #: Last records, of consecutive steps, the newest of them that of `committed_step`.
     recent: deque[StepRecord] = field(default_factory=lambda: deque(maxlen=RECENT_RECORDS))
     #: Last record of a generation before the newest one's; None: not known.
     last_before: StepRecord | None = None
-    #: Arrival of the last record.
+    #: Arrival of the last record, and of the news of `furthest_step`.
     recorded_at: float | None = None
+    advanced_at: float | None = None
     #: Later records have arrived and wait for those of earlier steps.
     records_wait: bool = False
     #: Newest evaluation.

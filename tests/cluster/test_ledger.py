@@ -148,6 +148,68 @@ def test_records_survive_where_the_job_ends_while_the_head_is_away(
     assert not daemons.events(job_id, "records_lost")
 
 
+def cut_records(newest: Path) -> int:
+    """Damage the file of records beside the newest checkpoint, as a power cut does; return the
+    checkpoint's step."""
+    content = (newest / RECORDS).read_bytes()
+    (newest / RECORDS).write_bytes(content[:-1])
+    return lines_told(content)[-1]
+
+
+def test_an_operator_sees_training_go_on_while_records_are_waited_for(
+    daemons: Daemons, text: str, tmp_path: Path
+) -> None:
+    job_id = daemons.submit(job(text, tmp_path, 1_000_000))
+    daemons.wait_step(job_id, EVERY + 5)
+    reached, newest = power_off(daemons, tmp_path, job_id)
+    step = cut_records(newest)
+
+    power_on(daemons, "--records-wait-s=100000")
+    daemons.wait(lambda: daemons.planned(job_id) == set(NODES), "a plan of all nodes in training")
+    daemons.wait(
+        lambda: int(daemons.status(job_id)["checkpoint_step"]) > step, "a newer checkpoint"
+    )
+    status = daemons.status(job_id)
+    assert (status["state"], status["recorded_step"]) == ("running", reached)
+    assert status["committed_step"] > step
+    assert status["tokens_per_s"] > 0
+    assert not daemons.events(job_id, "records_lost"), "they are still waited for"
+    shown = daemons.oobleck("status", job_id).stdout
+    assert "state       running" in shown
+    assert " of 1000000 (" in shown.partition("step ")[2].splitlines()[0]
+    reconfigured = daemons.events(job_id, "reconfigured")[-1]
+    assert reconfigured["to_generation"] == status["generation"]
+
+    daemons.start_node("n4")
+    daemons.wait(lambda: "n4" in daemons.planned(job_id), "n4 takes part")
+    assert daemons.last_step(job_id) == reached
+    daemons.oobleck("cancel", job_id)
+
+
+def test_a_job_that_succeeded_has_all_steps_though_records_are_lost(
+    daemons: Daemons, text: str, tmp_path: Path
+) -> None:
+    steps = 3 * RARELY
+    job_id = daemons.submit(job(text, tmp_path, steps, RARELY))
+    daemons.wait_step(job_id, 5)
+    daemons.kill_master()
+    reached = daemons.last_step(job_id)
+    daemons.wait((tmp_path / "output" / MANIFEST).exists, "the output")
+    daemons.kill_nodes(*NODES)
+    assert reached < steps - RARELY, "else this proves nothing"
+    assert cut_records(checkpoints(tmp_path)[steps]) == steps
+
+    power_on(daemons, FORGETFUL)
+    assert daemons.wait_end(job_id) == "succeeded"
+    for _ in range(2):
+        (row,) = daemons.oobleck("jobs").stdout.splitlines()[1:]
+        assert f"{steps}/{steps}" in row
+        assert f"step        {steps} of {steps} (100%)" in daemons.oobleck("status", job_id).stdout
+        assert daemons.last_step(job_id) == reached
+        daemons.kill_master()
+        daemons.start_master()
+
+
 def test_a_cut_file_of_records_costs_them_alone_and_is_told(
     daemons: Daemons, text: str, tmp_path: Path
 ) -> None:
@@ -155,8 +217,7 @@ def test_a_cut_file_of_records_costs_them_alone_and_is_told(
     daemons.wait_step(job_id, EVERY + 5)
     reached, newest = power_off(daemons, tmp_path, job_id)
     content = (newest / RECORDS).read_bytes()
-    (newest / RECORDS).write_bytes(content[:-1])
-    step = lines_told(content)[-1]
+    step = cut_records(newest)
     done = daemons.oobleck("checkpoint", "verify", str(newest), check=False)
     assert done.returncode == 1
     why = f"{RECORDS}: has {len(content) - 1} bytes, not {len(content)}"

@@ -249,6 +249,7 @@ def _observe_anew(state: ClusterState, now: float, unix: float) -> None:
         job.seen = JobSeen(since=now, since_unix=unix, clock=unix - now, inherited=True)
         job.set_stand_bys(job.stand_bys, now, unix)
         job.seen.steps.committed_step = job.rollback.resumed_step
+        job.seen.steps.recorded_step = job.rollback.resumed_step
         if job.rollback.redo_until and job.rollback.restored is not None:
             job.seen.steps.furthest_step = job.rollback.restored.step
         if job.profiling.under_way is not None:

@@ -146,7 +146,9 @@ def _note_save(
             step = event.restored.step
             if event.resumed:
                 job.rollback.resumed_step = step
-                job.seen.steps.committed_step = max(job.seen.steps.committed_step, step)
+                steps = job.seen.steps
+                steps.committed_step = max(steps.committed_step, step)
+                steps.recorded_step = max(steps.recorded_step, step)
             elif event.lost_steps:
                 job.rollback.redo_until = max(job.rollback.redo_until, step + event.lost_steps)
             job.seen.steps.furthest_step, job.seen.steps.furthest_in = step, NO_GENERATION

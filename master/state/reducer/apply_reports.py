@@ -5,6 +5,7 @@ Other reports of workers are in `oobleck.master.state.reducer.worker_reports`. M
 lack of progress leads to (`oobleck.master.rules.stalls`).
 """
 
+from collections.abc import Iterator
 from heapq import nlargest
 
 import msgspec
@@ -29,7 +30,7 @@ from oobleck.master.events.unions import (
 from oobleck.master.state import evidence
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.job import Job
-from oobleck.master.state.job_observed import JobSeen, LossSeen, SinceStep
+from oobleck.master.state.job_observed import JobSeen, LossSeen, SinceStep, StepsSeen
 from oobleck.master.state.node import Held, Node, NodeSeen
 from oobleck.master.state.pace import Reading
 from oobleck.master.state.reducer.worker_reports import hear, hear_save, note_entered, note_progress
@@ -55,7 +56,7 @@ def observe(state: ClusterState, event: Observed, now: float) -> bool:
             state.profiles = dict(event.profiles)
             state.unusable_profiles = dict(event.unusable)
         case RecordsReceived():
-            _take_records(state.jobs[event.job_id], event.records, now)
+            _take_records(state.jobs[event.job_id], event, now)
         case RecordsWait():
             state.jobs[event.job_id].seen.steps.records_wait = event.waiting
         case EvaluationReceived():
@@ -193,8 +194,8 @@ def _without_progress(status: NodeStatus) -> tuple[object, ...]:
 def _take_progress(
     state: ClusterState, job: Job, node: NodeName, worker: WorkerStatus, now: float
 ) -> bool:
-    """Note a worker's progress. Return whether its generation, which does known steps again, has
-    committed its first one."""
+    """Note a worker's progress. Return whether its generation has committed its first step, by
+    statuses alone: it does known steps again, or its records are late."""
     seen = job.seen
     if job.rollback.restored is not None and worker.generation < job.rollback.restored.generation:
         return False  # its progress before the others went back is void
@@ -205,7 +206,7 @@ def _take_progress(
     return (
         job.current.on_the_way
         and worker.generation == job.current.generation
-        and _redoes(job, worker)
+        and (_redoes(job, worker) or seen.steps.furthest_in == job.current.generation)
     )
 
 
@@ -232,29 +233,45 @@ def _redoes(job: Job, worker: WorkerStatus) -> bool:
     return step > first
 
 
-def _take_records(job: Job, records: tuple[StepRecord, ...], now: float) -> None:
-    """Take `records`, which follow on the previous ones."""
+def _take_records(job: Job, event: RecordsReceived, now: float) -> None:
+    """Take the records that are news: progress does not wait for the lines of earlier steps."""
     seen = job.seen
+    if event.records:
+        seen.steps.recorded_step = event.records[-1].step
+    newest = seen.steps.committed_step
+    ahead = _with_skipped(seen.steps, event.ahead)
+    records = [one for one in (*event.records, *ahead) if one.step > newest]
     for record in records:
         seen.steps.committed_step = record.step
         if seen.steps.recent and seen.steps.recent[-1].generation < record.generation:
             seen.steps.last_before = seen.steps.recent[-1]
+        if seen.steps.recent and seen.steps.recent[-1].step + 1 < record.step:
+            seen.steps.recent.clear()
         seen.steps.recent.append(record)
         _note_step(job, record.step, record.generation, now)
         if record.generation == job.current.generation and job.current.on_the_way:
             for process in job.current.processes().values():  # a step is committed by all
                 note_entered(job, process, record.generation)
-        timeline = seen.timeline
-        if (
-            timeline is not None
-            and timeline.first_step_at is None
-            and record.generation >= job.current.generation
-        ):
-            timeline.first_step_at = now
+        _note_first_step(job, record.generation, now)
     if records:
         _refute_losses(job, records[-1])
         seen.steps.recorded_at = now
         seen.since_step = SinceStep()
+
+
+def _note_first_step(job: Job, generation: Generation, now: float) -> None:
+    timeline = job.seen.timeline
+    if timeline is None or generation < job.current.generation:
+        return
+    timeline.first_step_at = now if timeline.first_step_at is None else timeline.first_step_at
+
+
+def _with_skipped(steps: StepsSeen, ahead: tuple[StepRecord, ...]) -> Iterator[StepRecord]:
+    """Yield the records with the number of skipped steps, which only lines of the file have."""
+    skipped = steps.recent[-1].skipped_steps if steps.recent else 0
+    for record in ahead:
+        skipped += record.skipped
+        yield msgspec.structs.replace(record, skipped_steps=skipped)
 
 
 def _refute_losses(job: Job, record: StepRecord) -> None:
@@ -287,6 +304,7 @@ def _note_claim(
     _note_step(job, step, worker.generation, now)
     if 0 < step == steps.furthest_step:
         steps.furthest_in = max(steps.furthest_in, stepped)
+        _note_first_step(job, steps.furthest_in, now)
     steps.claimed = {n: told for n, told in steps.claimed.items() if told[0] > steps.furthest_step}
 
 
@@ -303,5 +321,5 @@ def _note_step(job: Job, step: int, generation: Generation, now: float) -> None:
     if job.rollback.restored is not None and generation < job.rollback.restored.generation:
         return  # the state of that generation is void
     if step > job.seen.steps.furthest_step:
-        job.seen.steps.furthest_step = step
+        job.seen.steps.furthest_step, job.seen.steps.advanced_at = step, now
         note_progress(job, generation, now)
