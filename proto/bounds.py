@@ -61,6 +61,7 @@ _LINES = frozenset(
         "Register.hostname",
         "Register.address",
         "Register.device_kind",
+        "Register.boot",
         "Versions.oobleck",
         "Versions.python",
         "Versions.torch",

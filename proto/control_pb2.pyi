@@ -89,7 +89,7 @@ class AgentMessage(_message.Message):
     def __init__(self, incarnation: _Optional[str] = ..., register: _Optional[_Union[Register, _Mapping]] = ..., status: _Optional[_Union[NodeStatus, _Mapping]] = ..., report: _Optional[bytes] = ..., records: _Optional[_Union[StepRecords, _Mapping]] = ..., log: _Optional[_Union[LogLines, _Mapping]] = ..., recorded: _Optional[_Union[Recorded, _Mapping]] = ..., clock: _Optional[_Union[ClockRead, _Mapping]] = ..., examined: _Optional[_Union[Examined, _Mapping]] = ..., job_told: _Optional[_Union[JobTold, _Mapping]] = ...) -> None: ...
 
 class Register(_message.Message):
-    __slots__ = ("protocol", "newest_protocol", "node", "hostname", "address", "pid", "worker_slots", "device", "memory_per_worker_bytes", "status", "device_kind", "running", "versions", "acted_on")
+    __slots__ = ("protocol", "newest_protocol", "node", "hostname", "address", "pid", "worker_slots", "device", "memory_per_worker_bytes", "status", "device_kind", "running", "versions", "acted_on", "boot")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     NEWEST_PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     NODE_FIELD_NUMBER: _ClassVar[int]
@@ -104,6 +104,7 @@ class Register(_message.Message):
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     VERSIONS_FIELD_NUMBER: _ClassVar[int]
     ACTED_ON_FIELD_NUMBER: _ClassVar[int]
+    BOOT_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     newest_protocol: int
     node: str
@@ -118,7 +119,8 @@ class Register(_message.Message):
     running: Assignment
     versions: Versions
     acted_on: Head
-    def __init__(self, protocol: _Optional[int] = ..., newest_protocol: _Optional[int] = ..., node: _Optional[str] = ..., hostname: _Optional[str] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., worker_slots: _Optional[int] = ..., device: _Optional[str] = ..., memory_per_worker_bytes: _Optional[int] = ..., status: _Optional[_Union[NodeStatus, _Mapping]] = ..., device_kind: _Optional[str] = ..., running: _Optional[_Union[Assignment, _Mapping]] = ..., versions: _Optional[_Union[Versions, _Mapping]] = ..., acted_on: _Optional[_Union[Head, _Mapping]] = ...) -> None: ...
+    boot: str
+    def __init__(self, protocol: _Optional[int] = ..., newest_protocol: _Optional[int] = ..., node: _Optional[str] = ..., hostname: _Optional[str] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., worker_slots: _Optional[int] = ..., device: _Optional[str] = ..., memory_per_worker_bytes: _Optional[int] = ..., status: _Optional[_Union[NodeStatus, _Mapping]] = ..., device_kind: _Optional[str] = ..., running: _Optional[_Union[Assignment, _Mapping]] = ..., versions: _Optional[_Union[Versions, _Mapping]] = ..., acted_on: _Optional[_Union[Head, _Mapping]] = ..., boot: _Optional[str] = ...) -> None: ...
 
 class Head(_message.Message):
     __slots__ = ("cluster", "history", "term", "begun_by", "sequence", "start")

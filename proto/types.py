@@ -64,6 +64,14 @@ class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
     versions: Versions = Versions()
     #: Newest protocol that the agent speaks (`oobleck.proto.protocol`).
     newest_protocol: int = OLDEST
+    #: Id of its host's boot; empty: unknown.
+    boot: str = ""
+
+    def outlives(self, known: "NodeFacts") -> bool:
+        """Return whether the host was booted again since the agent of `known` started there, so
+        that no process of that agent can be left."""
+        here = (self.hostname, self.address) == (known.hostname, known.address)
+        return here and self.boot != known.boot and "" not in (self.boot, known.boot)
 
 
 class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):

@@ -20,6 +20,7 @@ from oobleck.host.address import split_addresses
 from oobleck.host.detection import Detection
 from oobleck.host.ipc.endpoint import Endpoint
 from oobleck.host.system.environment import Environment
+from oobleck.host.timeline import boot_id
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto.assignments import read_assignment
 from oobleck.proto.control_pb2_grpc import ControlStub
@@ -278,6 +279,7 @@ class Session:
             device_kind=self._config.device_kind,
             versions=self._config.versions,
             newest_protocol=NEWEST,
+            boot=boot_id(),
         )
         registration = Registration(
             protocol=OLDEST,

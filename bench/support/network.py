@@ -102,6 +102,16 @@ class Network:
     def add(self, host: str) -> None:
         """One more host."""
         self._hosts.append(host)
+        self._connect(host)
+
+    def replace(self, host: str) -> None:
+        """Start the kernel of the host, on which no process is left, anew: it knows no connection
+        of before, and has ended none."""
+        self._in_router("link", "del", self._port(host))
+        _run("ip", "netns", "del", self._space(host))
+        self._connect(host)
+
+    def _connect(self, host: str) -> None:
         space, port = self._space(host), self._port(host)
         _run("ip", "netns", "add", space)
         _run("ip", "link", "add", "eth0", "netns", space, *("type", "veth"), *("peer", port),

@@ -48,7 +48,8 @@ def admit(
         )
     known = state.nodes.get(facts.node)
     same = known is not None and known.facts.incarnation == facts.incarnation
-    if known is not None and known.registered and not same:
+    booted = known is not None and facts.outlives(known.facts)
+    if known is not None and known.registered and not same and not booted:
         in_use = _name_in_use(state, known, facts.incarnation, now, timing)
         if in_use is not None:
             return in_use
@@ -69,7 +70,7 @@ def admit(
         node=facts.node,
         incarnation=known.facts.incarnation,
         cause="restarted",
-        reason="its agent was started anew",
+        reason="its host was booted again" if booted else "its agent was started anew",
         detect_s=now - last_sign(state, known),
     )
     return (restarted, registered)

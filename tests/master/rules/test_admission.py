@@ -150,6 +150,33 @@ def test_a_node_whose_agent_has_ended_is_held_no_longer() -> None:
     assert not known.held
 
 
+@pytest.mark.parametrize(
+    ("known", "newer", "is_taken"),
+    [
+        ({"boot": "a"}, {"boot": "b"}, False),
+        ({"boot": "a"}, {"boot": "a"}, True),
+        ({"boot": ""}, {"boot": "b"}, True),
+        ({"boot": "a"}, {"boot": ""}, True),
+        ({"boot": "a"}, {"boot": "b", "hostname": "host2"}, True),
+        ({"boot": "a"}, {"boot": "b", "address": "10.0.0.2"}, True),
+    ],
+)
+def test_a_name_in_use_is_free_only_where_its_host_was_booted_again(
+    known: dict[str, str], newer: dict[str, str], is_taken: bool
+) -> None:
+    there = state(NodeRegistered(facts=msgspec.structs.replace(FACTS, **known)), restarted=False)
+    there.nodes[NodeName("n1")].seen.session = 1
+    asked = registration(incarnation="0002")
+    facts = msgspec.structs.replace(asked.facts, **newer)
+    found = admit(there, msgspec.structs.replace(asked, facts=facts), 0.0, Detection())
+    assert isinstance(found, Refusal) == is_taken
+    if not isinstance(found, Refusal):
+        lost, registered = found
+        assert isinstance(lost, NodeLost)
+        assert lost.reason == "its host was booted again"
+        assert isinstance(registered, NodeRegistered)
+
+
 def test_a_job_of_an_earlier_term_that_a_copy_lacks_is_held() -> None:
     """The copy has its own job of that id, which it was given after the copy was made."""
     submitted = JobSubmitted(job_id=JobId("late-2"), request_id="two", spec=job_spec("late"))
