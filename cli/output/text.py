@@ -102,7 +102,15 @@ def redoing(job: pb.JobStatus) -> str:
 
 def why_so(job: pb.JobStatus) -> str:
     """Return the remarks beside the job's state."""
-    return "; ".join(part for part in (redoing(job), job.reason, _exposed(job)) if part)
+    parts = (redoing(job), job.reason, unsaved(job), _exposed(job))
+    return "; ".join(part for part in parts if part)
+
+
+def unsaved(job: pb.JobStatus) -> str:
+    """Return why the last checkpoint, or the output, of a job that goes on could not be written;
+    empty: it could."""
+    going = job.save_failure and job.state not in ENDED
+    return f"not saved: {job.save_failure}" if going else ""
 
 
 def _exposed(job: pb.JobStatus) -> str:
@@ -320,7 +328,7 @@ def _files(job: pb.JobStatus) -> Iterator[tuple[str, str]]:
         age = f", {ago(job.checkpoint_at)}" if job.checkpoint_at else ""
         newest = f"step {job.checkpoint_step}{age}, {job.checkpoint}"
         yield "checkpoint", inline(newest if job.checkpoint else "none yet")
-    if job.save_failure:
+    if job.save_failure and job.state in ENDED:
         yield "not saved", inline(job.save_failure)
     if job.profile:
         yield "profile", job.profile

@@ -27,6 +27,8 @@ class Progress:
     eta: str
     #: Age and step of the newest checkpoint, or a remark that there is none; empty: none are taken.
     checkpoint: str
+    #: The last one, or the output, could not be written.
+    is_unsaved: bool
     #: How many more nodes it can lose.
     can_lose: str
     tone: Tone
@@ -44,6 +46,7 @@ def progress(job: pb.JobStatus) -> Progress:
         speed=_speed(job),
         eta=f"about {text.about(job.eta_s)} to go" if job.eta_s and not over else "",
         checkpoint=_checkpoint(job),
+        is_unsaved=text.unsaved(job) != "",
         can_lose=text.can_lose(job) if job.HasField("plan") and not over else "",
         tone=tone(job.state),
         over=over,

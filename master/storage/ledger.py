@@ -27,6 +27,7 @@ from oobleck.master.events.jobs import (
     PlanMade,
     ProfileChosen,
     RecordsLost,
+    SaveProblem,
 )
 from oobleck.master.events.nodes import NodeRegistered
 from oobleck.master.events.unions import (
@@ -91,6 +92,10 @@ def tell(event: Journaled) -> None:
                 log.warning("stored profile passed over", extra={**fields, "reason": passed_over})
         case TokenCreated(maker=maker):
             fields["by"] = "/".join(maker or ())
+        case SaveProblem(failed=failed):
+            fields |= {"step": failed.step, "reason": failed.reason}
+            log.warning("the %s could not be written", failed.what, extra=fields)
+            return
         case JournalCut():
             log.warning("the end of the journal was not whole and is cut off", extra=fields)
             return

@@ -1,13 +1,17 @@
 """Checkpoints of a whole cluster: on demand, when nobody has the model any more, and resumed."""
 
+import contextlib
 import json
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from bench.support.cluster import LocalCluster
+from bench.support.scratch import mount_memory, unmount
+from support.visitor import Dashboard
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
@@ -75,3 +79,59 @@ def test_taken_on_demand_gone_back_to_when_all_is_lost_and_resumed(
     assert "is cancelled: it trains no more" in refused.stderr
     refused = cluster.oobleck("cancel", job_id, "--checkpoint", check=False)
     assert f"no checkpoint: {job_id} is cancelled and cannot take one" in refused.stderr
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    if os.geteuid() != 0:
+        pytest.skip("to mount a disk needs root")
+    disk = tmp_path / "disk"
+    mount_memory(disk, 8)
+    try:
+        yield disk
+    finally:
+        unmount(disk)
+
+
+def fill(path: Path) -> None:
+    """Write the file until the disk has no room."""
+    with path.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while file.write(bytes(4096)) == 4096:
+            pass
+
+
+def test_checkpoints_that_fail_are_told_wherever_an_operator_looks(
+    small_cluster: LocalCluster, text: str, tmp_path: Path, small_disk: Path
+) -> None:
+    cluster = small_cluster
+    saved, ballast = small_disk / "saved", small_disk / "ballast"
+    asked = job(text, saved, 100_000)
+    job_id = cluster.submit({**asked, "checkpoint": {"path": str(saved), "every": 20}})
+    cluster.wait_step(job_id, 3)
+    fill(ballast)
+    cluster.wait(lambda: bool(cluster.status(job_id)["save_failure"]), "a save that fails")
+    why = f"not saved: cannot write to {saved}: "
+
+    def shown() -> str:
+        with Dashboard(tmp_path, "--master", cluster.address) as dashboard:
+            return dashboard.visitor().get(f"/jobs/{job_id}").text
+
+    card = '<div class="tile bad"><dt>checkpoint</dt>'
+    for verb in (("jobs",), ("status", job_id)):
+        told = cluster.oobleck(*verb).stdout
+        assert why in told
+        assert "No space left on device" in told
+    page = shown()
+    assert card in page
+    assert why in page
+    logs = "".join(path.read_text() for path in (cluster.state_dir / "log").glob("master*"))
+    (first, *_) = [line for line in logs.splitlines() if "could not be written" in line]
+    assert " WARNING " in first
+    assert "No space left on device" in first
+
+    ballast.unlink()
+    cluster.wait(lambda: not cluster.status(job_id)["save_failure"], "a checkpoint")
+    assert why not in cluster.oobleck("jobs").stdout
+    assert card not in shown()
+    cluster.oobleck("cancel", job_id)
+    assert cluster.wait_end(job_id) == "cancelled"
