@@ -36,8 +36,9 @@ def node() -> None:
 @click.option(
     "--force",
     is_flag=True,
-    help="Drain even if a job cannot continue without the node: the job then waits for nodes, and "
-    "state held only by the node is lost, except for a checkpoint that is taken first.",
+    help="Drain even if a job could then lose fewer nodes than its fault_tolerance, or cannot "
+    "continue without the node: it then waits for nodes, and state held only by the node is lost, "
+    "except for a checkpoint that is taken first.",
 )
 @master_option
 def drain(
@@ -45,9 +46,9 @@ def drain(
 ) -> None:
     """Move the work off NODE at the next step boundary, and assign none until it is undrained.
 
-    No step is lost or repeated. If a job cannot continue without the node, the node is kept until
-    it can, or until the drain is forced; the answer says so, and why. Repeating the command changes
-    nothing.
+    No step is lost or repeated. If a job cannot continue without the node, or could then lose fewer
+    nodes than its fault_tolerance, the node is kept until that changes, or until the drain is
+    forced; the answer says so, and why. Repeating the command changes nothing.
 
     Exit codes: 0 the node is drained, or without --wait asked to be; 1 it is not within --timeout.
     """

@@ -447,7 +447,8 @@ def _drain_progress(state: ClusterState, node: Node, drain: Drain) -> str:
     if name in job.current.leaving:
         return f"work of job {job.id} moves off it at a step boundary"
     if drain.kept:
-        return f"kept so far: {drain.kept}"
+        forcing = f"; 'oobleck node drain {name} --force' drains it all the same"
+        return f"kept so far: {drain.kept}{forcing * (drain.by == 'operator' and not drain.force)}"
     if name in job.current.members and job.state != "running":
         return f"job {job.id} is {job.state}, and goes on without it after that if it can"
     return ""

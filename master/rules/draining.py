@@ -4,8 +4,9 @@ A drain is a planned change, as a join is. The plan without the node is pushed w
 continues, and all switch after a vote. Layers that the node alone holds are handed over first
 (`Assign` in `oobleck.core.messages`). Until that plan has committed a step the node keeps its part,
 and after a loss meanwhile the next plan may use it again. The node is kept if the job cannot
-continue without it, unless the drain is forced. A drain is forced if the agent was ordered to end:
-then the job must do without the node as after a loss. A node that no job needs is drained at once.
+continue without it, or could then lose fewer nodes than it asks for, unless the drain is forced. A
+drain is forced if the agent was ordered to end: then the job must do without the node as after a
+loss. All drains under way count together. A node that no job needs is drained at once.
 
 A node whose agent reports a sick GPU is drained before it dies. This happens only while the job
 without it can lose as many nodes as it wants. Nodes go one at a time, the sickest first. NVML may
@@ -180,9 +181,8 @@ def _find(
                 return None, _by_force(job, node, node.drain)
             events += _kept(job, node, "; ".join(infeasible.causes))
             continue
-        left = can_lose(without.found.plan)
-        if questions.is_too_much(job, node, left):
-            wanted = job.spec.fault_tolerance
+        if questions.is_too_much(job, node, without):
+            left, wanted = can_lose(without.found.plan), job.spec.fault_tolerance
             why = f"without it {left} can be lost, of the {count(wanted, 'node')} that it wants"
             events += _kept(job, node, why)
         else:

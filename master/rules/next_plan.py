@@ -190,8 +190,8 @@ def plan_without(context: Context, job: Job, nodes: Set[NodeName]) -> Plan | Non
 
 def plan_without_drained(context: Context, job: Job, live: Sequence[Node]) -> Answer:
     """Return the next plan without the nodes that are to be drained. Nodes whose drain is not
-    forced get a part if no other plan is possible. Sick ones get a part also if without them the
-    job could lose fewer nodes than it wants. Raises PlanInfeasible."""
+    forced get a part if no other plan is possible, or if without them the job could lose fewer
+    nodes than it wants. Raises PlanInfeasible."""
     state, generation = context.state, next_generation(context, job)
     kept = [
         node
@@ -204,9 +204,9 @@ def plan_without_drained(context: Context, job: Job, live: Sequence[Node]) -> An
         if not kept:
             raise
         return next_plan(context, job, by_name([*live, *kept]), generation)
-    left = can_lose(found.found.plan)
-    needed = [node for node in kept if questions.is_too_much(job, node, left)]
+    needed = [node for node in kept if questions.is_too_much(job, node, found)]
     if needed:
+        left = can_lose(found.found.plan)
         with suppress(PlanInfeasible):
             more = next_plan(context, job, by_name([*live, *needed]), generation)
             return more if can_lose(more.found.plan) > left else found

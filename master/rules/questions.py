@@ -27,8 +27,10 @@ from oobleck.master.state.incident import describe_exit, last_words
 from oobleck.master.state.job import NO_GENERATION, Job
 from oobleck.master.state.node import Node
 from oobleck.planner.profile.measurement import check_measured, profile_key
-from oobleck.planner.recovery.answer import Exposure
+from oobleck.planner.recovery.answer import Answer, Exposure
+from oobleck.planner.recovery.course import adds_holders
 from oobleck.planner.recovery.outlook import SALVAGE, Outlook, best_interval_s
+from oobleck.planner.recovery.reconfigure import can_lose
 
 OTHER_DATA = "its data differ from those of the job's other nodes (same paths, other content)"
 #: Longest quarantine, seconds.
@@ -451,10 +453,16 @@ def is_undecided(state: ClusterState, node: Node) -> bool:
     return node.moves_off and node.facts.node in job.current.members and not known
 
 
-def is_too_much(job: Job, node: Node, left: int) -> bool:
-    """Return whether the job needs this node, which is out only as sick. Without it the job could
-    lose `left` nodes, which must be fewer than it asks for."""
-    return node.is_out_as_sick and left < job.spec.fault_tolerance
+def is_too_much(job: Job, node: Node, without: Answer) -> bool:
+    """Return whether the drain of the node would cost too much, unless it is forced. By the plan
+    without it, the job could lose fewer nodes than it asks for. Shadows that follow make up for a
+    node that an operator wants away, not for one that might do."""
+    drain = node.drain
+    if drain is None or drain.force or node.is_quarantined:
+        return False
+    if not node.is_out_as_sick and adds_holders(without.then or ""):
+        return False
+    return can_lose(without.found.plan) < job.spec.fault_tolerance
 
 
 # ---- The job in recovery

@@ -91,3 +91,37 @@ def test_nodes_are_drained_and_agents_told_to_end(small_cluster: LocalCluster, t
     assert [line["loss"] for line in metrics] == pytest.approx(
         [step.loss for step in expected.steps], rel=1e-12, abs=0
     )
+
+
+def test_a_drain_that_costs_the_fault_tolerance_wants_force(
+    small_cluster: LocalCluster, text: str
+) -> None:
+    cluster = small_cluster
+    job_id = cluster.submit({**job(text), "fault_tolerance": 1, "resources": {}})
+    cluster.wait_step(job_id, 3)
+    # Each alone could go; they are asked for together.
+    with cluster.frozen("n1"):
+        cluster.oobleck("node", "drain", "n2")
+        cluster.oobleck("node", "drain", "n3")
+    why = f"kept so far: job {job_id} needs it: without it 0 can be lost, of the 1 node"
+
+    def kept() -> list[str]:
+        return [name for name in ("n2", "n3") if why in str(cluster.nodes()[name]["reason"])]
+
+    def drained() -> list[str]:
+        return [name for name in ("n2", "n3") if state_of(cluster, name) == "drained"]
+
+    cluster.wait(lambda: len(drained()) == 1 and len(kept()) == 1, "one to go", poll_s=0.1)
+    (stays,) = kept()
+    told = cluster.oobleck("node", "drain", stays).stdout
+    assert told.startswith(f"{stays} draining: ")
+    assert why in told
+    assert f"'oobleck node drain {stays} --force' drains it all the same" in told
+    assert cluster.status(job_id)["can_lose"] == 1
+    cluster.oobleck("node", "drain", stays, "--force", "--wait")
+    assert state_of(cluster, stays) == "drained"
+    assert cluster.planned(job_id) == {"n1"}
+    cluster.oobleck("cancel", job_id)
+    assert cluster.wait_end(job_id) == "cancelled"
+    for name in ("n2", "n3"):
+        cluster.oobleck("node", "undrain", name)

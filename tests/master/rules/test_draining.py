@@ -36,7 +36,10 @@ START = """
 0.5 ready n1 n2
 0.7 enter 1 n1 n2
 """
-KEPT = "kept so far: job demo-1 needs it: needs at least 2 nodes to hold the model; 1 is live"
+KEPT = (
+    "kept so far: job demo-1 needs it: needs at least 2 nodes to hold the model; 1 is live; "
+    "'oobleck node drain n2 --force' drains it all the same"
+)
 
 
 class Slow:
