@@ -204,6 +204,11 @@ class MasterClient:
         reply: pb.NodeInfo = self._change("UndrainNode", request)
         return reply
 
+    def forget(self, node: str) -> None:
+        """Have the master forget a node that is gone for good."""
+        request = pb.ForgetNodeRequest(request_id=_new_id(), node=node)
+        self._change("ForgetNode", request)
+
     def watch(self, job_id: str) -> Iterator[pb.JobStatus]:
         return self._stream("WatchJob", pb.JobRequest(job_id=job_id))
 

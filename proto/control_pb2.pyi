@@ -798,6 +798,18 @@ class UndrainNodeRequest(_message.Message):
     node: str
     def __init__(self, request_id: _Optional[str] = ..., node: _Optional[str] = ...) -> None: ...
 
+class ForgetNodeRequest(_message.Message):
+    __slots__ = ("request_id", "node")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    node: str
+    def __init__(self, request_id: _Optional[str] = ..., node: _Optional[str] = ...) -> None: ...
+
+class NodeForgotten(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class ListNodesReply(_message.Message):
     __slots__ = ("nodes", "problem", "head")
     NODES_FIELD_NUMBER: _ClassVar[int]

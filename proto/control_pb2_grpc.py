@@ -272,6 +272,11 @@ class OperatorStub:
                 request_serializer=oobleck_dot_proto_dot_control__pb2.UndrainNodeRequest.SerializeToString,
                 response_deserializer=oobleck_dot_proto_dot_control__pb2.NodeInfo.FromString,
                 _registered_method=True)
+        self.ForgetNode = channel.unary_unary(
+                '/oobleck.Operator/ForgetNode',
+                request_serializer=oobleck_dot_proto_dot_control__pb2.ForgetNodeRequest.SerializeToString,
+                response_deserializer=oobleck_dot_proto_dot_control__pb2.NodeForgotten.FromString,
+                _registered_method=True)
         self.Events = channel.unary_stream(
                 '/oobleck.Operator/Events',
                 request_serializer=oobleck_dot_proto_dot_control__pb2.EventsRequest.SerializeToString,
@@ -409,6 +414,14 @@ class OperatorServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ForgetNode(self, request, context):
+        """Forget a node that is gone for good; FAILED_PRECONDITION while its agent is up, or a job may
+        need what it holds.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Events(self, request, context):
         """The records of events.jsonl, oldest first; with follow: also future ones, until the job ends.
         """
@@ -525,6 +538,11 @@ def add_OperatorServicer_to_server(servicer, server):
                     servicer.UndrainNode,
                     request_deserializer=oobleck_dot_proto_dot_control__pb2.UndrainNodeRequest.FromString,
                     response_serializer=oobleck_dot_proto_dot_control__pb2.NodeInfo.SerializeToString,
+            ),
+            'ForgetNode': grpc.unary_unary_rpc_method_handler(
+                    servicer.ForgetNode,
+                    request_deserializer=oobleck_dot_proto_dot_control__pb2.ForgetNodeRequest.FromString,
+                    response_serializer=oobleck_dot_proto_dot_control__pb2.NodeForgotten.SerializeToString,
             ),
             'Events': grpc.unary_stream_rpc_method_handler(
                     servicer.Events,
@@ -936,6 +954,33 @@ class Operator:
             '/oobleck.Operator/UndrainNode',
             oobleck_dot_proto_dot_control__pb2.UndrainNodeRequest.SerializeToString,
             oobleck_dot_proto_dot_control__pb2.NodeInfo.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ForgetNode(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/oobleck.Operator/ForgetNode',
+            oobleck_dot_proto_dot_control__pb2.ForgetNodeRequest.SerializeToString,
+            oobleck_dot_proto_dot_control__pb2.NodeForgotten.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,4 +1,4 @@
-"""Commands that change nodes: drain and undrain."""
+"""Commands that change nodes: drain, undrain and forget."""
 
 import math
 import time
@@ -8,6 +8,7 @@ import click
 from oobleck.cli.client import MasterClient, Unreachable
 from oobleck.cli.jobs.follow import Away
 from oobleck.cli.options import Seconds, master_option, node_argument
+from oobleck.cli.output.text import GONE
 from oobleck.host.command import FAILED, NO_SUCH_THING, USAGE, CommandFailed
 from oobleck.host.display import inline
 from oobleck.host.ipc.endpoint import Endpoint
@@ -19,7 +20,7 @@ MOST_REASON = 500
 
 @click.group()
 def node() -> None:
-    """Take a node out for maintenance, and back."""
+    """Take a node out for maintenance, and back, or for good."""
 
 
 @node.command()
@@ -74,7 +75,7 @@ def drain(
                 continue
             away.answered()
             told = _tell(info, told)
-            if info.state in ("drained", "lost"):
+            if info.state in ("drained", *GONE):
                 break
             if time.monotonic() >= until:
                 raise CommandFailed(f"--timeout {timeout_s:g}s: {told}", FAILED)
@@ -91,6 +92,20 @@ def undrain(name: str, master: Endpoint) -> None:
     """
     with MasterClient(master) as connection:
         _tell(connection.undrain(name))
+
+
+@node.command()
+@node_argument
+@master_option
+def forget(name: str, master: Endpoint) -> None:
+    """Forget NODE, which is gone for good: it is no longer listed.
+
+    Its agent must have ended, and no job may need what it holds. If it comes back it is a new node,
+    which nobody has drained.
+    """
+    with MasterClient(master) as connection:
+        connection.forget(name)
+    click.echo(f"{name} is forgotten")
 
 
 def _find(connection: MasterClient, name: str) -> pb.NodeInfo:

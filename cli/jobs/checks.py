@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import psutil
 
 from oobleck.cli.jobs.own_code import Problem
+from oobleck.cli.output.text import GONE
 from oobleck.core.checkpoint import why_not_begin
 from oobleck.core.job.spec import DataSpec, JobSpec
 from oobleck.host.address import own_hostname
@@ -35,7 +36,7 @@ def is_here(node: pb.NodeInfo) -> bool:
 def all_here(nodes: Sequence[pb.NodeInfo]) -> bool:
     """Return whether all nodes are on this machine, and so share its files. False if there are
     none."""
-    there = [node for node in nodes if node.state != "lost"]
+    there = [node for node in nodes if node.state not in GONE]
     return bool(there) and all(map(is_here, there))
 
 

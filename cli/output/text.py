@@ -15,6 +15,8 @@ from oobleck.proto import control_pb2 as pb
 
 #: Final states of a job.
 ENDED = ("succeeded", "failed", "cancelled")
+#: States of a node without an agent.
+GONE = ("lost", "left")
 #: The only ASCII character that JSON leaves unescaped although it is not printable.
 _DELETE = "\x7f"
 
@@ -214,7 +216,7 @@ def node_text(node: pb.NodeInfo, width: int | None = None) -> str:
 
 def versions_note(nodes: Iterable[pb.NodeInfo]) -> str:
     """Return how versions differ between connected nodes; empty if they do not."""
-    there = (node for node in nodes if node.state != "lost")
+    there = (node for node in nodes if node.state not in GONE)
     found = differences((node.node, Versions(**plain(node.versions))) for node in there)
     return f"versions differ: {inline(described(found))}" if found else ""
 

@@ -16,6 +16,7 @@ import click
 from oobleck.cli.client import MasterClient
 from oobleck.cli.cluster.pki import make_token
 from oobleck.cli.options import master_option
+from oobleck.cli.output.text import GONE
 from oobleck.cli.ssh.hosts import Access, Host, HostFailed, hosts_argument, read_hosts, ssh_options
 from oobleck.cli.ssh.payload import UNIT, Payload, make_payload, shipped
 from oobleck.core.units import format_bytes
@@ -175,7 +176,7 @@ class _Roll:
                 self._nodes = {node.node: node for node in found}
                 self._asked_at = time.monotonic()
         node = self._nodes.get(name)
-        if node is None or node.state in ("lost", "disconnected"):
+        if node is None or node.state in (*GONE, "disconnected"):
             return 0, ""
         return node.pid, node.hostname
 

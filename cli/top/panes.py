@@ -14,7 +14,7 @@ from textual.widgets import OptionList
 from oobleck.cli.output.events import how_it_ended
 from oobleck.cli.output.metrics import plot
 from oobleck.cli.output.table import Tone, cut, tone
-from oobleck.cli.output.text import about, progress_line
+from oobleck.cli.output.text import GONE, about, progress_line
 from oobleck.cli.top.feed import View
 from oobleck.cli.view.feeds import Trouble
 from oobleck.cli.view.series import Point
@@ -137,7 +137,7 @@ def _node(node: NodeRow, wide: int, states: int) -> Iterator[Part]:
     yield node.workers, ""
     if node.pace:
         yield f"  pace {inline(node.pace)}", "yellow"
-    if node.silent and node.state != "lost":
+    if node.silent and node.state not in GONE:
         yield f"  heard {node.silent}", "yellow"
     if node.reason:
         yield f"  {inline(node.reason)}", "dim"

@@ -149,8 +149,8 @@ def cluster(nodes: Sequence[pb.NodeInfo], jobs: Sequence[pb.JobStatus]) -> Clust
     live = [node for node in nodes if node.state == "live"]
     return Cluster(
         states=dict(Counter(node.state for node in nodes).most_common()),
-        workers=sum(node.worker_slots for node in nodes if node.state != "lost"),
-        ready=sum(text.ready(node) for node in nodes if node.state != "lost"),
+        workers=sum(node.worker_slots for node in nodes if node.state not in text.GONE),
+        ready=sum(text.ready(node) for node in nodes if node.state not in text.GONE),
         tokens_per_s=sum(job.tokens_per_s for job in going),
         spare=sum(node.node not in planned for node in live),
         losses=tuple(loss(job) for job in going if job.HasField("plan")),
@@ -166,19 +166,21 @@ def members(plan: pb.Plan) -> list[str]:
 
 
 def node_row(node: pb.NodeInfo) -> NodeRow:
-    found = text.pace(node)
+    found, left = text.pace(node), node.state == "left"
+    remarks = not left and (found != "-" or node.reason)
+    silent = node.last_heard_s > _SILENT_S or node.heard_before
     return NodeRow(
         name=node.node,
         state=node.state,
         reason=node.reason,
-        tone=worst(tone(node.state), "warn") if found != "-" or node.reason else tone(node.state),
+        tone=worst(tone(node.state), "warn") if remarks else tone(node.state),
         workers=f"{text.ready(node)}/{node.worker_slots}",
         device=node.device,
         memory_bytes=node.memory_per_worker_bytes,
         address=node.address,
         job_id=node.job_id,
         pace="" if found == "-" else found,
-        silent=text.heard(node) if node.last_heard_s > _SILENT_S or node.heard_before else "",
+        silent=text.heard(node) if silent and not left else "",
         failures=node.failures,
         is_out=node.state in ("draining", "drained", "quarantined"),
     )

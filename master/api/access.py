@@ -101,6 +101,7 @@ ALLOWED: Mapping[str, frozenset[Role]] = {
     "/oobleck.Operator/ListNodes": _READING,
     "/oobleck.Operator/DrainNode": _OPERATOR,
     "/oobleck.Operator/UndrainNode": _OPERATOR,
+    "/oobleck.Operator/ForgetNode": _OPERATOR,
     "/oobleck.Operator/Events": _READING,
     "/oobleck.Operator/Metrics": _READING,
     "/oobleck.Operator/GetTimeline": _OPERATOR,  # it makes the workers record

@@ -22,7 +22,14 @@ from oobleck.core.profile import Profile, format_profile, parse_profile
 from oobleck.host.storage.backup import Summary
 from oobleck.host.versions import installed
 from oobleck.master.api.access import MOST_DETAILS, caller
-from oobleck.master.api.view import head_status, held_note, job_status, node_info, problem_of
+from oobleck.master.api.view import (
+    head_status,
+    held_note,
+    job_status,
+    node_info,
+    node_state,
+    problem_of,
+)
 from oobleck.master.api.wheels import Wheels
 from oobleck.master.clients.examinations import Busy, Wish
 from oobleck.master.clients.requests import Requests
@@ -243,6 +250,16 @@ class OperatorService(rpc.OperatorServicer):
         node = await self._node(request.request_id, request.node, context)
         await self._requests(context).undrain(request.request_id, node)
         return await self._node_info(node, context)
+
+    async def ForgetNode(self, request: pb.ForgetNodeRequest, context: Context) -> pb.NodeForgotten:
+        state = self._master.state
+        if request.request_id not in state.node_requests:  # a repeated one has the node no more
+            await self._node(request.request_id, request.node, context)
+        node = NodeName(request.node)
+        if why := await self._requests(context).forget(request.request_id, node):
+            text = f"node {node} is {node_state(state.nodes[node])}, and kept: {why}"
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, text[:MOST_DETAILS])
+        return pb.NodeForgotten()
 
     async def _node(self, request_id: str, name: str, context: Context) -> NodeName:
         await _check_request_id(request_id, context)

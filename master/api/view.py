@@ -117,13 +117,15 @@ def _outlook(state: ClusterState, job: Job, now: float) -> pb.Outlook:
 def _data_plane(state: ClusterState, job: Job) -> str:
     """Return the kind of data plane between the nodes of the plan; without a plan, between all
     nodes."""
-    names = job.current.members or tuple(state.nodes)
-    local = bool(names) and all(is_loopback(state.nodes[name].facts.address) for name in names)
+    # Nodes of a job that has ended may be forgotten.
+    members = [state.nodes[name] for name in job.current.members if name in state.nodes]
+    nodes = [node.facts for node in members or state.nodes.values()]
+    local = bool(nodes) and all(is_loopback(node.address) for node in nodes)
     if local and job.spec.data_plane != "sealed":
         return "loopback"
     if not job.spec.seals_links(on_loopback=False):
         return "clear"
-    gpus = bool(names) and all(state.nodes[name].facts.device == "cuda" for name in names)
+    gpus = bool(nodes) and all(node.device == "cuda" for node in nodes)
     return "nccl" if gpus and job.spec.resources.transport == "auto" else "sealed"
 
 
@@ -368,7 +370,7 @@ def _workers(state: ClusterState, node: Node) -> list[pb.WorkerStatus]:
 
 def node_state(node: Node) -> str:
     if not node.registered:
-        return "lost"
+        return "left" if node.left else "lost"
     if not node.connected:
         return "disconnected"
     if node.held is not None:

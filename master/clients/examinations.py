@@ -441,6 +441,10 @@ def _of_state(state: ClusterState, node: Node) -> Iterator[Finding]:
         job_id = node.held.job_id
         what = f"it trains job {job_id}, which this master does not know"
         yield finding("fail", what, ways_on(state, job_id))
+    if node.left:
+        fix = f"oobleck node forget {node.facts.node}, if it is not to come back"
+        yield finding("pass", f"it was taken away: {node.reason}", fix)
+        return
     if not node.registered:
         fix = "look at its host (power, network) and at its agent's log, and start that anew"
         yield finding("fail", f"it is lost: {node.reason}", fix)

@@ -31,11 +31,17 @@ from oobleck.master.events.jobs import (
     JobStarted,
     JobSubmitted,
 )
-from oobleck.master.events.nodes import NodeDrainRequested, NodeUndrained, UnknownJobEnded
+from oobleck.master.events.nodes import (
+    NodeDrainRequested,
+    NodeForgotten,
+    NodeUndrained,
+    UnknownJobEnded,
+)
 from oobleck.master.events.unions import CredentialsRevoked, Journaled
 from oobleck.master.inbox import Inbox
 from oobleck.master.rules.admission import Refusal
 from oobleck.master.rules.adoption import NotAdopted, check_adoptable, is_queued, nodes_of
+from oobleck.master.rules.losses import why_not_forgotten
 from oobleck.master.rules.questions import profile_of_adopted
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.job import ENDED
@@ -213,6 +219,19 @@ class Requests:
         await self._about_node(
             event, lambda known: msgspec.structs.replace(event, excused=known.troubles)
         )
+
+    async def forget(self, request_id: str, node: NodeName) -> str:
+        """Forget a lost node; return why it is kept; empty: it is forgotten."""
+
+        def answer(_: float) -> str:
+            state = self._ledger.state
+            if request_id in state.node_requests or node not in state.nodes:
+                return ""
+            if not (why := why_not_forgotten(state, node)):
+                self._ledger.journal(NodeForgotten(node=node, request_id=request_id))
+            return why
+
+        return await self._ask(answer)
 
     async def _about_node(
         self,

@@ -183,9 +183,12 @@ class NodeUndrained(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class NodeForgotten(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Event: the node was lost long ago, and nothing that is known of it counts any more."""
+    """Event: the node was lost long ago, or an operator wants it so, and nothing that is known of
+    it counts any more."""
 
     node: NodeName
+    #: Id of the operator's request; empty: it was lost long ago.
+    request_id: str = ""
 
 
 DrainEvent = (

@@ -8,9 +8,7 @@ from oobleck.host.metrics import Family, Reading, single
 from oobleck.master.api.view import node_state
 from oobleck.master.metrics.tally import Tally
 from oobleck.master.state.cluster import ClusterState
-from oobleck.master.state.node import Node
 
-#: left: lost, but drained by an operator or asked to end, so no repair is needed.
 _STATES = ("live", "disconnected", "quarantined", "draining", "drained", "held", "lost", "left")
 LOST_BY = ("witnesses", "lease", "restarted", "left")
 
@@ -54,7 +52,7 @@ QUARANTINES = Family("counter", "oobleck_nodes_quarantined_total", "Nodes put as
 def read(state: ClusterState, tally: Tally, now: float, unix: float) -> Iterator[Reading]:
     names = [node.facts.node for node in state.nodes.values()]
     nodes = list(state.nodes.values())
-    states = [_state(node) for node in nodes]
+    states = list(map(node_state, nodes))
     counts = Counter(states)
     job = state.job
     busy = frozenset(job.current.members) if job is not None else frozenset()
@@ -77,8 +75,3 @@ def read(state: ClusterState, tally: Tally, now: float, unix: float) -> Iterator
     yield Reading(FAILURES, dict(zip(keys, failures, strict=True)))
     yield Reading(LOST, {(cause,): tally.nodes_lost[cause] for cause in LOST_BY})
     yield single(QUARANTINES, tally.quarantines)
-
-
-def _state(node: Node) -> str:
-    wished = node.drain is not None and node.drain.by in ("operator", "agent")
-    return "left" if not node.registered and wished else node_state(node)

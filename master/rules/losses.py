@@ -166,6 +166,22 @@ def forget_nodes(context: Context) -> Decision | None:
     return decide(forgotten, why) or Decision(wake_at=coming)
 
 
+def why_not_forgotten(state: ClusterState, name: NodeName) -> str:
+    """Return why an operator cannot have the node forgotten, with the fix; empty: it can be."""
+    if state.nodes[name].registered:
+        return (
+            f"its agent is not known to have ended: 'oobleck node drain {name} --wait', then stop "
+            "the agent"
+        )
+    for job in state.jobs.values():
+        if name in _needed(job):
+            return (
+                f"job {job.id} may still need what it holds: wait until the job has gone on "
+                f"without it, or 'oobleck cancel {job.id}'"
+            )
+    return ""
+
+
 def _needed(job: Job) -> Iterator[NodeName]:
     """Yield the nodes whose state the job may still need."""
     if job.state in ENDED:
@@ -173,10 +189,10 @@ def _needed(job: Job) -> Iterator[NodeName]:
     for made in (job.current.made, job.current.trained):
         if made is not None:
             yield from made.plan.nodes
-            yield from (worker.node for worker in made.leaving)
-    for plan in (job.lineage.before, *job.lineage.plans.values()):
-        if plan is not None:
-            yield from plan.nodes
+            if job.current.on_the_way:
+                yield from (worker.node for worker in made.leaving)
+    for plan in job.lineage.plans.values():
+        yield from plan.nodes
     yield from job.current.lost_nodes
 
 

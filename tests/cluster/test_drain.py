@@ -1,7 +1,9 @@
 """Nodes that go away on purpose: no step is done again, and the training is the same."""
 
 import json
+import re
 import signal
+from pathlib import Path
 
 import psutil
 import pytest
@@ -10,6 +12,7 @@ from bench.support.client import Record
 from bench.support.cluster import LocalCluster
 from oobleck.core.job.file import parse_job
 from support.reference import train_reference
+from support.visitor import Dashboard
 from support.waiting import all_gone
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
@@ -74,7 +77,7 @@ def test_nodes_are_drained_and_agents_told_to_end(small_cluster: LocalCluster, t
     put_back(cluster, job_id, "n2")
     agent = psutil.Process(cluster.agents["n3"])
     agent.send_signal(signal.SIGTERM)
-    cluster.wait(lambda: state_of(cluster, "n3") == "lost", "the end of n3", poll_s=0.1)
+    cluster.wait(lambda: state_of(cluster, "n3") == "left", "the end of n3", poll_s=0.1)
     assert cluster.nodes()["n3"]["reason"] == "its agent has ended, as it was told to"
     all_gone([agent])
 
@@ -91,6 +94,52 @@ def test_nodes_are_drained_and_agents_told_to_end(small_cluster: LocalCluster, t
     assert [line["loss"] for line in metrics] == pytest.approx(
         [step.loss for step in expected.steps], rel=1e-12, abs=0
     )
+
+
+def forgets(cluster: LocalCluster, node: str) -> str:
+    """Why the node is not forgotten; empty: it is."""
+    done = cluster.oobleck("node", "forget", node, check=False)
+    assert (done.stdout == f"{node} is forgotten\n") == (done.returncode == 0)
+    return done.stderr
+
+
+def test_a_node_that_was_taken_away_is_no_fault_and_can_be_forgotten(
+    small_cluster: LocalCluster, text: str, tmp_path: Path
+) -> None:
+    cluster = small_cluster
+    job_id = cluster.submit(job(text))
+    cluster.wait_step(job_id, 3)
+    assert "node n3 is live, and kept: its agent is not known to have ended" in forgets(
+        cluster, "n3"
+    )
+    cluster.oobleck("node", "drain", "n3", "--reason", "sold", "--wait")
+    assert "node n3 is drained, and kept" in forgets(cluster, "n3")
+    cluster.kill_node("n3")
+    cluster.wait(lambda: state_of(cluster, "n3") == "left", "the end of n3", poll_s=0.1)
+
+    told = json.loads(cluster.oobleck("doctor", "--json", check=False).stdout)["findings"]
+    (about,) = [one for one in told if one.get("node") == "n3"]
+    assert (about["level"], about["fix"]) == (
+        "pass",
+        "oobleck node forget n3, if it is not to come back",
+    )
+    with Dashboard(tmp_path, "--master", cluster.address) as dashboard:
+        page = dashboard.visitor("operator").get("/").text
+    rows = dict(re.findall(r'<tr id="node-(n\d)"(.*?)</tr>', page, re.DOTALL))
+    assert "nodes/n2/drain" in rows["n2"]
+    assert 'class="quiet"' in rows["n3"]
+    assert "drain" not in re.sub(r"drained, also when it is back", "", rows["n3"])
+    assert forgets(cluster, "n3") == ""
+    assert "n3" not in cluster.nodes()
+    assert "no node 'n3'" in forgets(cluster, "n3")
+
+    # What a job may still need is kept.
+    cluster.kill_node("n2")
+    cluster.wait(lambda: state_of(cluster, "n2") == "lost", "the loss of n2", poll_s=0.1)
+    assert f"node n2 is lost, and kept: job {job_id} may still need" in forgets(cluster, "n2")
+    cluster.oobleck("cancel", job_id)
+    assert cluster.wait_end(job_id) == "cancelled"
+    assert forgets(cluster, "n2") == ""
 
 
 def test_a_drain_that_costs_the_fault_tolerance_wants_force(

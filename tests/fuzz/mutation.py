@@ -293,6 +293,7 @@ REQUESTS: dict[str, Message] = {
     "/oobleck.Operator/ListNodes": pb.ListNodesRequest(),
     "/oobleck.Operator/DrainNode": pb.DrainNodeRequest(request_id="d", node="nobody"),
     "/oobleck.Operator/UndrainNode": pb.UndrainNodeRequest(request_id="u", node="nobody"),
+    "/oobleck.Operator/ForgetNode": pb.ForgetNodeRequest(request_id="f", node="nobody"),
     "/oobleck.Operator/Events": pb.EventsRequest(job_id="target-1"),
     "/oobleck.Operator/Metrics": pb.MetricsRequest(job_id="target-1", from_step=2),
     "/oobleck.Operator/GetTimeline": pb.TimelineRequest(job_id="nobody-9", steps=1),

@@ -29,6 +29,7 @@ _REQUESTS: dict[str, Any] = {
     "SaveCheckpoint": pb.SaveCheckpointRequest(request_id="r", job_id="demo-1"),
     "DrainNode": pb.DrainNodeRequest(request_id="r", node="n1", reason="fans", force=True),
     "UndrainNode": pb.UndrainNodeRequest(request_id="r", node="n1"),
+    "ForgetNode": pb.ForgetNodeRequest(request_id="r", node="n1"),
     "CancelJob": pb.CancelRequest(request_id="r", job_id="demo-1"),
 }
 #: About jobs of another head, which `heads` plays.
@@ -39,6 +40,7 @@ _FACTS = {
     "SaveCheckpoint": "CheckpointRequested",
     "DrainNode": "NodeDrainRequested",
     "UndrainNode": "NodeUndrained",
+    "ForgetNode": "NodeForgotten",
     "CancelJob": "JobCancelRequested",
 }
 
@@ -70,6 +72,10 @@ def test_a_repeated_request_is_the_same_request(name: str, restarted: bool, tmp_
         if name != "Submit":
             await ask(pb.SubmitRequest(request_id="first", job=_JOB), "Submit")
         await asyncio.sleep(4.0)
+        if name == "ForgetNode":  # that of a job, or with an agent, is kept
+            await ask(pb.CancelRequest(request_id="second", job_id="demo-1"), "CancelJob")
+            world.lose_host(NodeName("n1"))
+            await asyncio.sleep(20.0)
         first = await ask(_REQUESTS[name])
         facts = world.watch.facts[_FACTS[name]]
         if restarted:

@@ -50,6 +50,7 @@ def apply(state: ClusterState, event: nodes.NodeEvent, now: float, unix: float) 
                 lose(state.jobs[event.job_id], event, now)
                 _note_emptied(state, event.node)
         case nodes.NodeForgotten():
+            _note_request(state, event.request_id)
             del state.nodes[event.node]
             for job in state.jobs.values():
                 _forgive(job, event.node)
@@ -120,7 +121,8 @@ def _lose_node(state: ClusterState, event: nodes.NodeLost, now: float, unix: flo
         node.held = None
     else:
         _note_failure(node, event.reason, unix)
-    node.registered = False
+    wanted = node.drain is not None and node.drain.by in ("operator", "agent")
+    node.registered, node.left = False, wanted or event.cause == "left"
     node.reason = event.reason
     node.lost_at, node.seen.lost_at = unix, now
     node.heard_at = unix - event.detect_s
