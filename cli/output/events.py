@@ -1,12 +1,12 @@
 """Records of events.jsonl as sentences, and an incident as a block for a terminal. Pure."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from oobleck.cli.output.table import folded, grouped, longest_word, wrapped
 from oobleck.cli.output.text import lost_records, seconds
-from oobleck.core.units import count, format_bytes
+from oobleck.core.units import comma_separated, count, format_bytes
 from oobleck.host.display import inline
 from oobleck.host.versions import described
 from oobleck.proto import control_pb2 as pb
@@ -27,7 +27,7 @@ def sentence(record: dict[str, Any]) -> str:
                 f"{count(len(nodes), 'node')}, can lose {record.get('can_lose')}"
             )
         case {"event": "rate_changed", "node": node, "slot": slot}:
-            return f"{node} worker {slot} {_pace(record)}"
+            return f"worker {node}/{slot} {_pace(record)}"
         case {"event": "node_joined", "node": node}:
             return f"node {node} joined"
         case {"event": "versions_differ", "versions": found}:
@@ -119,17 +119,11 @@ def _pace(record: dict[str, Any]) -> str:
 
 
 def _reconfigured(record: dict[str, Any]) -> str:
-    lost = [*record.get("nodes_lost", []), *record.get("workers_lost", [])]
-    joined = record.get("nodes_joined", [])
-    cause = " ".join([str(record["cause"]), *(lost or joined)])
-    if lost and joined:
-        cause += f"; joined: {' '.join(joined)}"
-    spans: dict[str, float] = record.get("phases", {})
-    phases = ", ".join(f"{name} {s:.3f}" for name, s in spans.items() if s or name != "waiting")
-    parts = [
-        f"reconfigured to generation {record['to_generation']} by {record['rule']} ({cause})",
-        f"in {seconds(record['total_s'])} ({phases})",
-    ]
+    parts = [f"generation {record['to_generation']} by {record['rule']}: {_change(record)}"]
+    if not record.get("boundary"):
+        spans: dict[str, float] = record.get("phases", {})
+        phases = ", ".join(f"{name} {s:.3f}" for name, s in spans.items() if s)
+        parts.append(f"in {seconds(record['total_s'])} ({phases})")
     if record.get("redo_step") is not None:
         again = f"step {record['redo_step']} done again"
         if salvaged := record.get("salvaged_microbatches"):
@@ -142,11 +136,46 @@ def _reconfigured(record: dict[str, Any]) -> str:
         if fed := record.get("fed_bytes"):
             moved += f", {format_bytes(fed)} of it before the switch"
         parts.append(moved)
-    if record.get("stall_s") is not None:
-        parts.append(f"training stood still for {seconds(record['stall_s'])}")
     if record.get("superseded_by") is not None:
         parts.append(f"superseded by generation {record['superseded_by']}")
-    return ", ".join(parts)
+    stood_s = record.get("stall_s")
+    if stood_s is not None and round(stood_s, 1):
+        parts.append(f"training stood still for {seconds(stood_s)}")
+    no_pause = stood_s is not None and record.get("boundary") and not round(stood_s, 1)
+    return ", ".join(parts) + ("; no pause" if no_pause else "")
+
+
+def _change(record: dict[str, Any]) -> str:
+    """Say who no longer takes part, who does so now, or why the same ones work differently."""
+    lost, again = record.get("nodes_lost", []), record.get("nodes_again", [])
+    before, after = {*lost}, {*record.get("nodes_joined", [])}
+    if "pipelines_after" in record:
+        before, after = _planned(record["pipelines_before"]), _planned(record["pipelines_after"])
+    gone, new = before - after, after - before - {*again}
+    back = (after - before) & {*again} | after & {*lost}
+    workers = record.get("workers_lost", [])
+    parts = []
+    if gone or (workers and not lost):
+        who = (
+            f"without {comma_separated(gone)}"
+            if gone
+            else f"after {comma_separated(workers)} ended"
+        )
+        parts.append(f"goes on {who}" + (f", with {comma_separated(new)}" if new else ""))
+    elif new:
+        parts.append(f"{comma_separated(new)} {_takes(new)} part")
+    if back:
+        parts.append(f"{comma_separated(back)} {_takes(back)} part again")
+    return "; ".join(parts) or f"{record['cause']}; {record.get('reason', '')}".rstrip("; ")
+
+
+def _planned(pipelines: list[list[dict[str, Any]]]) -> set[str]:
+    """Return the nodes of a plan's pipelines."""
+    return {stage["node"] for pipeline in pipelines for stage in pipeline}
+
+
+def _takes(nodes: Collection[str]) -> str:
+    return "takes" if len(nodes) == 1 else "take"
 
 
 # ---- incidents: cause, witnesses, answer and cost
@@ -156,6 +185,8 @@ def _reconfigured(record: dict[str, Any]) -> str:
 _MOST_LISTED = 8
 #: Phases in which most incidents spend no time.
 _RARE = ("waiting", "redo")
+#: Root causes whose consequences, a line for each node, are told in one.
+_OF_MANY = ("head cut off", "site away")
 _INDENT = " " * 14
 _LABEL = 14
 #: Columns before a value beside its label, and below it.
@@ -248,7 +279,14 @@ def _seen(record: dict[str, Any]) -> Iterator[tuple[str, str]]:
         )
     if len(witnesses) > _MOST_LISTED + 1:
         yield "", f"and {len(witnesses) - _MOST_LISTED - 1} more"
-    for number, other in enumerate(record["also_lost"]):
+    others = record["also_lost"]
+    if record["root_cause"].get("kind") in _OF_MANY:
+        followed = [other for other in others if other["consequence"]]
+        others = [other for other in others if not other["consequence"]]
+        if followed:
+            nodes = comma_separated({other["node"] for other in followed})
+            others = [{**followed[0], "summary": f"{nodes} lost"}, *others]
+    for number, other in enumerate(others):
         why = "because of that" if other["consequence"] else "a failure of its own"
         label = "also" if number == 0 else ""
         yield label, f"{_after(other['time'] - began)} {inline(other['summary'])} ({why})"

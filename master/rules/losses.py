@@ -88,6 +88,7 @@ def _loss(
         cause=cause,
         reason=reason,
         detect_s=now - evidence_at,
+        with_master=node.seen.awaited,
         evidence=carried(job, now) if job is not None and job.current.has_member(name) else (),
     )
 

@@ -17,7 +17,13 @@ from msgspec.structs import replace
 
 from oobleck.core.ids import Generation, WorkerId
 from oobleck.core.units import comma_separated, head
-from oobleck.master.events.jobs import Cause, PlanMade, RateChanged, ReconfigurationStats
+from oobleck.master.events.jobs import (
+    Cause,
+    JobFailed,
+    PlanMade,
+    RateChanged,
+    ReconfigurationStats,
+)
 from oobleck.master.events.nodes import Evidence
 from oobleck.proto.types import WorkerExited
 
@@ -34,10 +40,19 @@ Kind = Literal[
     "job error",
     "job failed",
     "head cut off",
+    "site away",
     "slow worker",
 ]
 #: Kinds that show a fault and not its cause.
 _VAGUE: tuple[Kind, ...] = ("peers disconnected", "no progress", "job failed")
+#: Kinds that no error in the job's code causes in another process.
+_ELSEWHERE: tuple[Kind, ...] = (
+    "node lost",
+    "agent restarted",
+    "hang",
+    "network cut",
+    "drained by force",
+)
 #: Output of a process that ends because another one did.
 _CONNECTION = re.compile(
     r"connection (was )?(reset|closed|refused|aborted|lost)|broken ?pipe|closed by peer|"
@@ -80,6 +95,8 @@ class Setback(msgspec.Struct, frozen=True, kw_only=True):
     declared_at: float
     #: How the master itself found it: lease | progress.
     found_by: str = ""
+    #: The master was away too, and has not heard of the node since.
+    with_master: bool = False
     #: It had reported a lost peer before.
     lost_peer: bool = False
     #: Agent that has returned since on a lost node; empty: none.
@@ -147,9 +164,12 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True):
     def root_cause(self) -> Setback:
         """Setback that began the incident. The job's own error goes before all others, then the
         first setback that is no consequence of another. Lack of progress counts only where no other
-        setback is known. A cut-off head has no recorded setback, so one is made for it."""
+        setback is known. A cut-off head and a site have no recorded setback, so one is made for
+        them."""
         first = min(self.setbacks, key=self._order)
-        return self._cut_off() if first in self.silenced and self.head_is_cut_off else first
+        if first in self.silenced and self.head_is_cut_off:
+            return self._cut_off()
+        return self._site() if first in self.away_with_master else first
 
     @property
     def silenced(self) -> tuple[Setback, ...]:
@@ -171,15 +191,22 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True):
             return None if back else False
         return 2 * back.count("same agent") > len(back)
 
+    @property
+    def away_with_master(self) -> tuple[Setback, ...]:
+        """Losses of nodes that were away together with the master, if these are nearly all."""
+        lost = tuple(s for s in self.setbacks if s.with_master)
+        nodes = {s.node for s in lost}
+        return lost if nodes and len(nodes) >= _NEARLY_ALL * self.members else ()
+
     def _cut_off(self) -> Setback:
-        silenced = self.silenced
-        nodes = comma_separated({s.node for s in silenced})
-        return Setback(
-            kind="head cut off",
-            reason=f"the head was cut off from {nodes}, whose agents lived on",
-            evidence_at=min(s.evidence_at for s in silenced),
-            declared_at=min(s.declared_at for s in silenced),
-        )
+        nodes = comma_separated({s.node for s in self.silenced})
+        reason = f"the head was cut off from {nodes}, whose agents lived on"
+        return _of_all("head cut off", reason, self.silenced)
+
+    def _site(self) -> Setback:
+        nodes = comma_separated({s.node for s in self.away_with_master})
+        reason = f"power or network of the whole site: the master and {nodes} were away together"
+        return _of_all("site away", reason, self.away_with_master)
 
     def _order(self, setback: Setback) -> tuple[int, float]:
         if setback.kind == "job error":
@@ -190,9 +217,22 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True):
             rank = 2 if self.is_consequence(setback) else 1
         return rank, setback.evidence_at
 
+    def is_apart(self, error: Setback) -> bool:
+        """Return whether the job's own error has nothing to do with this incident, which began
+        before and in other processes."""
+        clear = [s for s in self.setbacks if s.kind not in _VAGUE]
+        return bool(clear) and all(
+            setback.kind in _ELSEWHERE
+            and (setback.worker or setback.node) not in (error.worker, error.node)
+            and setback.evidence_at < error.evidence_at
+            for setback in clear
+        )
+
     def is_consequence(self, setback: Setback) -> bool:
         """Return whether another setback explains this one."""
         if setback in self.silenced and self.head_is_cut_off:
+            return True
+        if setback.with_master and self.away_with_master:
             return True
         others = [other for other in self.setbacks if other is not setback]
         if setback.kind in _VAGUE:
@@ -205,6 +245,16 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True):
             and abs(other.evidence_at - setback.evidence_at) <= _SAME_FALL_S
             for other in others
         )
+
+
+def _of_all(kind: Kind, reason: str, setbacks: tuple[Setback, ...]) -> Setback:
+    """Build the one setback that explains these, and dates from the first of them."""
+    return Setback(
+        kind=kind,
+        reason=reason,
+        evidence_at=min(s.evidence_at for s in setbacks),
+        declared_at=min(s.declared_at for s in setbacks),
+    )
 
 
 class LastIncident(msgspec.Struct, frozen=True, kw_only=True):
@@ -279,6 +329,11 @@ def describe_exit(exited: WorkerExited) -> str:
     if exited.signal is not None:
         return f"pid {exited.pid} was killed by signal {exited.signal}"
     return f"pid {exited.pid} exited with code {exited.exit_code}"
+
+
+def own_words(event: JobFailed) -> Evidence | None:
+    """Return a worker's report of the error by which the job failed; None: none reported it."""
+    return next((s for s in event.evidence if s.by == "worker" and s.saw in event.reason), None)
 
 
 def last_words(exited: WorkerExited) -> str:

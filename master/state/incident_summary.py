@@ -13,7 +13,7 @@ from oobleck.master.events.jobs import (
     ReconfigurationStats,
 )
 from oobleck.master.events.unions import Journaled
-from oobleck.master.state.incident import Incident, Setback, Slowdown
+from oobleck.master.state.incident import Incident, Setback, Slowdown, own_words
 
 
 def outcome(event: Journaled) -> str:
@@ -64,12 +64,20 @@ def headline(setback: Setback) -> str:
         case "node lost" | "agent restarted":
             return f"node {_who(setback)} was lost: {setback.reason}"
         case "hang":
-            return f"node {_who(setback)} hung: {setback.reason}"
+            what = "worker" if setback.worker is not None else "node"
+            return f"{what} {_who(setback)} hung: {setback.reason}"
         case "node unfit":
             return f"node {_who(setback)} cannot take part: {setback.reason}"
         case "drained by force":
             return f"node {_who(setback)} was drained by force: {setback.reason or 'on demand'}"
-        case "network cut" | "peers disconnected" | "no progress" | "job failed" | "head cut off":
+        case (
+            "network cut"
+            | "peers disconnected"
+            | "no progress"
+            | "job failed"
+            | "head cut off"
+            | "site away"
+        ):
             return setback.reason
         case "job error":
             return f"the job's own error on worker {_who(setback)}: {setback.reason}"
@@ -99,6 +107,9 @@ def _end_of(setback: Setback) -> str:
 
 def _how_it_ended(incident: Incident, event: Journaled, unix: float) -> str:
     ended = outcome(event)
+    if isinstance(event, JobFailed) and own_words(event) is not None:
+        known = any(s.kind in ("job error", "node unfit") for s in incident.setbacks)
+        return _end_of_job(ended) if known else "then the job failed by another error"
     if ended != "recovered":
         return _end_of_job(ended)
     steps = redone_steps(incident)

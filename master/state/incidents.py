@@ -21,6 +21,7 @@ from oobleck.master.state.incident import (
     Kind,
     Setback,
     describe_exit,
+    own_words,
     ranks_of,
     with_stats,
 )
@@ -58,6 +59,7 @@ def _after(state: ClusterState, job: Job, event: Journaled, unix: float) -> Inci
                 unix,
                 ago_s=event.detect_s,
                 found_by="lease" if event.cause == "lease" else "",
+                with_master=event.with_master,
             )
             return _with_evidence(_with_setback(job, setback), event.evidence, unix)
         case nodes.NodeRegistered() if incident is not None:
@@ -81,9 +83,34 @@ def _after(state: ClusterState, job: Job, event: Journaled, unix: float) -> Inci
         case (
             jobs.FirstStepCommitted() | jobs.JobSucceeded() | jobs.JobFailed() | jobs.JobCancelled()
         ):
-            return _at_end(job, event, unix)
+            return _at_end(state, job, event, unix)
         case _:
             return None
+
+
+def own_error_after(
+    state: ClusterState, event: Journaled, unix: float
+) -> tuple[Job, Incident] | None:
+    """Return the job that `event` fails by its own error, and that error as an incident apart from
+    the open one, with which it has nothing to do; None: it is none, or is part of that."""
+    if not isinstance(event, jobs.JobFailed):
+        return None
+    job = state.jobs[event.job_id]
+    error = _job_error(job, event, unix)
+    if job.incident is None or error.kind != "job error" or not job.incident.is_apart(error):
+        return None
+    incident = Incident(
+        number=job.incidents + 1,
+        from_generation=job.current.generation,
+        members=len(job.current.members),
+        setbacks=(error,),
+    )
+    return job, _with_evidence(incident, _of_error(event), unix)
+
+
+def _of_error(event: jobs.JobFailed) -> list[nodes.Evidence]:
+    """Return the reports of the error by which the job failed."""
+    return [seen for seen in event.evidence if seen.by == "worker" and seen.saw in event.reason]
 
 
 def closes(job: Job, event: Journaled) -> bool:
@@ -203,10 +230,13 @@ def _with_plan(job: Job, event: jobs.PlanMade, unix: float) -> Incident | None:
 
 
 def _at_end(
-    job: Job, event: jobs.FirstStepCommitted | jobs.JobEnded, unix: float
+    state: ClusterState,
+    job: Job,
+    event: jobs.FirstStepCommitted | jobs.JobEnded,
+    unix: float,
 ) -> Incident | None:
-    incident = job.incident
-    if isinstance(event, jobs.JobFailed):
+    incident, apart = job.incident, own_error_after(state, event, unix)
+    if isinstance(event, jobs.JobFailed) and apart is None:
         guilty = _job_error(job, event, unix)
         if incident is None or guilty.kind in ("job error", "node unfit"):
             incident = _with_setback(job, guilty)
@@ -215,7 +245,9 @@ def _at_end(
     attempts = with_stats(incident.attempts, job.current.generation, event.transition, unix)
     incident = replace(incident, attempts=attempts)
     if isinstance(event, jobs.FirstStepCommitted | jobs.JobFailed):
-        incident = _with_evidence(incident, event.evidence, unix)
+        others = _of_error(event) if isinstance(event, jobs.JobFailed) and apart else []
+        found = [seen for seen in event.evidence if seen not in others]
+        incident = _with_evidence(incident, found, unix)
     if isinstance(event, jobs.FirstStepCommitted) and incident.trained_until is None:
         # Another host's calendar, which may be off by seconds.
         counts = incident.opened_at + _ON_S < event.trained_until <= unix
@@ -225,8 +257,7 @@ def _at_end(
 
 def _job_error(job: Job, event: jobs.JobFailed, unix: float) -> Setback:
     """Return the setback of a failed job, of the worker that reported the error, else of none."""
-    words = next((s for s in event.evidence if s.by == "worker" and s.saw in event.reason), None)
-    if words is None:
+    if (words := own_words(event)) is None:
         return _setback(job, "job failed", "", event.reason, unix)
     node = words.observer.partition("/")[0]
     worker = next((w for w in job.current.processes() if str(w) == words.observer), None)

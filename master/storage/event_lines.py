@@ -10,7 +10,7 @@ from oobleck.core.ids import JobId
 from oobleck.master.events import jobs, nodes
 from oobleck.master.events.unions import JournalCut, Journaled
 from oobleck.master.state.cluster import ClusterState
-from oobleck.master.state.incidents import closes, incident_after
+from oobleck.master.state.incidents import closes, incident_after, own_error_after
 from oobleck.master.state.job import ENDED
 from oobleck.master.state.slowdowns import slowdown_after
 from oobleck.master.storage.incident_lines import (
@@ -54,6 +54,9 @@ def _incidents(
     found = incident_after(state, event, unix)
     if found is not None and closes(found[0], event):
         yield found[0].id, incident_line(*found, event, unix)
+    apart = own_error_after(state, event, unix)
+    if apart is not None:
+        yield apart[0].id, incident_line(*apart, event, unix)
     slow = slowdown_after(state, event, unix)
     if slow is not None and slow[1].is_over:
         yield slow[0].id, slowdown_line(*slow, event, unix)

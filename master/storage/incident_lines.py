@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 
 import msgspec
 
-from oobleck.core.ids import Generation
+from oobleck.core.ids import Generation, NodeName
 from oobleck.core.plan import Plan
 from oobleck.host.system.process import signal_name
 from oobleck.master.events.jobs import (
@@ -46,7 +46,7 @@ REDO = "redo"
 def plan_lines(state: ClusterState, event: PlanMade) -> list[EventLine]:
     job = state.jobs[event.job_id]
     if job.current.made is not None:
-        overtaken = _reconfigured(job, event.overtaken, superseded_by=event.plan.generation)
+        overtaken = _reconfigured(state, job, event.overtaken, superseded_by=event.plan.generation)
         return [*overtaken, *_versions(state, job, event)]
     started = {
         "event": "started",
@@ -70,7 +70,7 @@ def end_lines(
     state: ClusterState, event: FirstStepCommitted | JobSucceeded | JobFailed | JobCancelled
 ) -> list[EventLine]:
     job = state.jobs[event.job_id]
-    lines, generation = _reconfigured(job, event.transition), job.current.generation
+    lines, generation = _reconfigured(state, job, event.transition), job.current.generation
     match event:
         case FirstStepCommitted():
             pass
@@ -85,7 +85,10 @@ def end_lines(
 
 
 def _reconfigured(
-    job: Job, stats: ReconfigurationStats | None, superseded_by: Generation | None = None
+    state: ClusterState,
+    job: Job,
+    stats: ReconfigurationStats | None,
+    superseded_by: Generation | None = None,
 ) -> list[EventLine]:
     """Return a line on the transition into `job`'s newest generation; none for the first one."""
     made, before = job.current.made, job.lineage.before
@@ -102,6 +105,7 @@ def _reconfigured(
         "nodes_lost": made.nodes_lost,
         "workers_lost": [str(worker) for worker in made.workers_lost],
         "nodes_joined": made.nodes_joined,
+        "nodes_again": [name for name in made.nodes_joined if _has_failed(state, name)],
         "boundary": made.boundary,
         "phases": stats.phases,
         "total_s": stats.total_s,
@@ -123,6 +127,11 @@ def _reconfigured(
     if stats.master_restarted:
         line["master_restarted"] = True
     return [line]
+
+
+def _has_failed(state: ClusterState, name: NodeName) -> bool:
+    """Return whether the node was lost before."""
+    return name in state.nodes and bool(state.nodes[name].failures.times)
 
 
 def _expected(expected: Expected | None) -> dict[str, object]:

@@ -52,8 +52,8 @@ def test_a_throttled_worker_is_slow_until_it_is_not(wide_cluster: LocalCluster, 
     assert told[0]["rate"] < 0.7
     assert told[-1]["rate"] == 1
     text_lines = cluster.oobleck("events", job_id).stdout
-    assert "n2 worker 1 computes at 0." in text_lines
-    assert "n2 worker 1 computes at the others' pace again" in text_lines
+    assert "worker n2/1 computes at 0." in text_lines
+    assert "worker n2/1 computes at the others' pace again" in text_lines
     lines = cluster.oobleck("events", job_id, "--incidents", "--json").stdout.splitlines()
     incident = json.loads(lines[0])
     (slow,) = incident["slow"]

@@ -40,7 +40,7 @@ def test_a_page_over_a_cluster_that_loses_a_node(small_cluster: LocalCluster, te
             assert [*nodes()][-2:] == ["n1", "n2"], "first what needs a look"
             await page.until(lambda: "n3[" not in page.text, "a plan without it")
             await page.press("e")
-            await page.see("reconfigured to generation ")
+            await page.see("goes on ")
             await page.press("n", "home", *["down"] * [*nodes()].index("n2"), "d")
             await page.see("Drain node n2?", f"Job {job_id} can lose 1 more node now.")
             await page.press("y")

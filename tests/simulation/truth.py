@@ -43,6 +43,7 @@ _EXPLAINS = {
     "job failed": _ANY,
     "network cut": _ANY,
     "head cut off": _HEADS | _CONTROL_CUTS | {"freeze_host", "freeze_agent"},
+    "site away": _HEADS | _ENDS | _CONTROL_CUTS | {"freeze_host", "freeze_agent"},
     "drained by force": {"drain_node", "end_agent"},
 }
 #: Those that strike no node in particular.

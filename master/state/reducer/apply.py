@@ -33,7 +33,7 @@ from oobleck.master.state import slowdowns, trust
 from oobleck.master.state.cluster import ClusterState, Term
 from oobleck.master.state.incident import LastIncident
 from oobleck.master.state.incident_summary import slowdown_summary, summary_of
-from oobleck.master.state.incidents import closes, incident_after
+from oobleck.master.state.incidents import closes, incident_after, own_error_after
 from oobleck.master.state.job import ENDED, Job
 from oobleck.master.state.job_observed import JobSeen
 from oobleck.master.state.job_states import note_loss
@@ -156,7 +156,7 @@ def apply(state: ClusterState, event: Event, *, now: float, unix: float) -> bool
 
 
 def _follow_incident(state: ClusterState, event: Journaled, unix: float) -> None:
-    found = incident_after(state, event, unix)
+    found, apart = incident_after(state, event, unix), own_error_after(state, event, unix)
     if found is None:
         return
     job, incident = found
@@ -168,6 +168,9 @@ def _follow_incident(state: ClusterState, event: Journaled, unix: float) -> None
         _note_last(job, incident.number, summary_of(incident, event, unix), unix)
         job.seen.evidence.clear()
     job.incident = None if closes(job, event) else incident
+    if apart is not None:
+        job.incidents = apart[1].number
+        _note_last(job, apart[1].number, summary_of(apart[1], event, unix), unix)
 
 
 def _follow_slowdown(state: ClusterState, event: Journaled, unix: float) -> None:

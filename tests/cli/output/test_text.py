@@ -354,7 +354,7 @@ def test_elsewhere_a_line_comes_each_second_or_with_a_change_of_state() -> None:
                 "salvaged_microbatches": 6,
                 "received_bytes": 2048,
             },
-            "reconfigured to generation 2 by borrow (node lost n3), in 0.250 s "
+            "generation 2 by borrow: goes on without n3, in 0.250 s "
             "(detect 0.050, plan 0.200), step 9 done again but for 6 of its micro-batches, "
             "2.0 KiB of state moved",
         ),
@@ -369,8 +369,57 @@ def test_elsewhere_a_line_comes_each_second_or_with_a_change_of_state() -> None:
                 "total_s": 0.25,
                 "phases": {"detect": 0.25},
             },
-            "reconfigured to generation 3 by join (node lost n2; joined: n1), in 0.250 s "
-            "(detect 0.250)",
+            "generation 3 by join: goes on without n2, with n1, in 0.250 s (detect 0.250)",
+        ),
+        (
+            {
+                "event": "reconfigured",
+                "to_generation": 4,
+                "rule": "join",
+                "cause": "node joined",
+                "nodes_joined": ["n2", "n3"],
+                "nodes_again": ["n2"],
+                "pipelines_before": [[{"node": "n1"}]],
+                "pipelines_after": [[{"node": "n1"}], [{"node": "n2"}], [{"node": "n3"}]],
+                "boundary": True,
+                "total_s": 1.5,
+                "phases": {"detect": 0.0, "abort": 1.221, "first_step": 0.279},
+                "stall_s": 0.02,
+            },
+            "generation 4 by join: n3 takes part; n2 takes part again; no pause",
+        ),
+        (
+            {
+                "event": "reconfigured",
+                "to_generation": 5,
+                "rule": "replace",
+                "cause": "worker lost",
+                "workers_lost": ["n2/0"],
+                "pipelines_before": [[{"node": "n1"}, {"node": "n2"}]],
+                "pipelines_after": [[{"node": "n1"}, {"node": "n2"}]],
+                "total_s": 0.5,
+                "phases": {"detect": 0.1, "abort": 0.4},
+                "stall_s": 0.4,
+            },
+            "generation 5 by replace: goes on after n2/0 ended, in 0.500 s "
+            "(detect 0.100, abort 0.400), training stood still for 0.400 s",
+        ),
+        (
+            {
+                "event": "reconfigured",
+                "to_generation": 6,
+                "rule": "shadow",
+                "cause": "few holders",
+                "reason": "n1, n2 hold layers of others too, so that 1 node can be lost",
+                "pipelines_before": [[{"node": "n1"}, {"node": "n2"}]],
+                "pipelines_after": [[{"node": "n1"}, {"node": "n2"}]],
+                "boundary": True,
+                "total_s": 0.5,
+                "phases": {"abort": 0.4},
+                "stall_s": 0.0,
+            },
+            "generation 6 by shadow: few holders; n1, n2 hold layers of others too, so that 1 node "
+            "can be lost; no pause",
         ),
         (
             {
