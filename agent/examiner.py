@@ -95,6 +95,7 @@ class Examiner:
             gpus=tuple(dict.fromkeys(gpu.bus for gpu in config.gpus)),
             connections=_LINKS_EACH,
             places=tuple(own),
+            credentials=str(self._credentials or ""),
             variables={
                 name: value for name, value in config.environment.items() if name.startswith(_TOLD)
             },

@@ -53,15 +53,12 @@ CHANNEL_OPTIONS = (
 _FOREIGN = re.compile(r"HTTP/2|SETTINGS|http1")
 #: and when there was no connection, so no request was sent.
 _NOT_CONNECTED = "failed to connect"
-_UNWELCOME = "it closes the connection; a certificate may have expired or belong to another cluster"
+_UNWELCOME = "it closes the connection; by its clock the certificate may not be valid"
 _WANTS_CREDENTIALS = (
     "denied: the master at {} requires credentials, and none are known here. If it is another "
     "user's 'oobleck local', start your own and name it with --master or OOBLECK_MASTER; otherwise "
     "give credentials with --credentials or OOBLECK_CREDENTIALS ('oobleck pki join' gets them with "
     "a token from an operator)"
-)
-_ANOTHER_CLUSTER = (
-    "it belongs to another cluster: the authority of the credentials has not signed it"
 )
 _NO_MASTER = "the server there does not answer like an Oobleck master"
 _EARLIER = (
@@ -79,15 +76,23 @@ class NothingToRenew(CommandFailed):
 
 
 class Unreachable(CommandFailed):
-    def __init__(self, address: str, reason: str, *, reached: bool = False) -> None:
+    """No master answers at an address; another address may have one."""
+
+    def __init__(
+        self, message: str, exit_code: int = UNREACHABLE, *, reached: bool = False
+    ) -> None:
         """Build the error. `reached`: the request may have reached the master, and its reply was
         lost."""
         self.reached = reached
-        super().__init__(
-            f"cannot reach a master at {address} ({reason}); start one with "
-            "'oobleck local --nodes 4', or name it with --master or OOBLECK_MASTER",
-            UNREACHABLE,
-        )
+        super().__init__(message, exit_code)
+
+
+def _unreachable(address: str, reason: str, *, reached: bool = False) -> Unreachable:
+    return Unreachable(
+        f"cannot reach a master at {address} ({reason}); start one with "
+        "'oobleck local --nodes 4', or name it with --master or OOBLECK_MASTER",
+        reached=reached,
+    )
 
 
 class MasterClient:
@@ -364,6 +369,14 @@ class MasterClient:
             return bool(error.code() is not grpc.StatusCode.UNIMPLEMENTED)
         return True
 
+    def _refusal(self, details: str) -> str:
+        """Return why caller and master do not accept each other's certificates; empty: unknown."""
+        if self._endpoint.credentials is None:
+            return ""
+        from oobleck.host.security.validity import refusal
+
+        return refusal(self._endpoint.credentials, details, time.time())
+
     def _line(self, error: Any) -> CommandFailed:
         whole = error.details() or ""
         details = whole.rpartition("last error: ")[2]
@@ -373,18 +386,18 @@ class MasterClient:
                 foreign = _FOREIGN.search(details)
                 if not self._secured and _speaks_tls(self.address):
                     return CommandFailed(_WANTS_CREDENTIALS.format(self.address), DENIED)
+                if told := self._refusal(details):
+                    return Unreachable(f"denied: {told}", DENIED)
                 if self._secured and _NOT_CONNECTED in whole and "Socket closed" in details:
                     cause = _UNWELCOME
-                elif "CERTIFICATE_VERIFY_FAILED" in details:
-                    cause = _ANOTHER_CLUSTER
                 reached = not foreign and _NOT_CONNECTED not in whole
-                return Unreachable(self._at, _NO_MASTER if foreign else cause, reached=reached)
+                return _unreachable(self._at, _NO_MASTER if foreign else cause, reached=reached)
             case grpc.StatusCode.DEADLINE_EXCEEDED:
-                return Unreachable(self._at, f"{_NO_MASTER} within {DEADLINE_S:.0f} s")
+                return _unreachable(self._at, f"{_NO_MASTER} within {DEADLINE_S:.0f} s")
             case grpc.StatusCode.UNIMPLEMENTED if self._is_master():
                 return CommandFailed(_EARLIER.format(self.address), USAGE)
             case grpc.StatusCode.UNIMPLEMENTED:
-                return Unreachable(self._at, _NO_MASTER)
+                return _unreachable(self._at, _NO_MASTER)
             case grpc.StatusCode.NOT_FOUND:
                 return CommandFailed(details, NO_SUCH_THING)
             case grpc.StatusCode.PERMISSION_DENIED | grpc.StatusCode.UNAUTHENTICATED:

@@ -5,6 +5,7 @@ answer within a second, there are none. Must import nothing heavy.
 """
 
 import functools
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -15,7 +16,9 @@ from click.shell_completion import CompletionItem, get_completion_class
 
 from oobleck.core.units import parse_seconds
 from oobleck.host.address import split_address, split_addresses
+from oobleck.host.display import inline
 from oobleck.host.ipc.endpoint import Endpoint, choose_endpoint
+from oobleck.host.security.credentials import Credentials
 
 if TYPE_CHECKING:
     from oobleck.cli.client import MasterClient
@@ -74,9 +77,20 @@ def endpoint(ctx: click.Context, parameter: click.Parameter, value: str | None) 
     if insecure and ctx.get_parameter_source("credentials") is ParameterSource.COMMANDLINE:
         raise click.UsageError("--insecure and --credentials exclude each other; leave one out")
     try:
-        return choose_endpoint(value, credentials, insecure=insecure)
+        found = choose_endpoint(value, credentials, insecure=insecure)
     except ValueError as error:
         raise click.UsageError(str(error)) from error
+    if found.credentials is not None and not ctx.resilient_parsing:
+        _warn(found.credentials)
+    return found
+
+
+def _warn(credentials: Credentials) -> None:
+    """Say on standard error that the certificate ends soon."""
+    from oobleck.host.security.validity import warning
+
+    if told := warning(credentials, time.time()):
+        click.echo(f"warning: {inline(told)}", err=True)
 
 
 def endpoint_again(ctx: click.Context, found: Endpoint) -> Callable[[], Endpoint]:

@@ -67,6 +67,8 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
     connections: int = 0
     #: Its own folders.
     places: tuple[Place, ...] = ()
+    #: Folder of the agent's credentials, or of the authority at the head; empty: there is none.
+    credentials: str = ""
     #: Variables of its workers that choose the interfaces of NCCL and Gloo.
     variables: Mapping[str, str] = {}
 

@@ -6,6 +6,7 @@ repeated with the same key, which the master recognises. Must not know sessions.
 
 import asyncio
 import logging
+import math
 import os
 import random
 import time
@@ -34,6 +35,7 @@ from oobleck.host.security.credentials import (
     read_credentials,
 )
 from oobleck.host.security.pki import shown_token
+from oobleck.host.security.validity import DAY_S, fault, refusal, warning
 from oobleck.host.system.files import below_home
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto.control_pb2_grpc import PkiStub
@@ -59,8 +61,6 @@ _FINAL = (
 
 #: Where operators' credentials are, for `oobleck`.
 OPERATOR_VARIABLE = "OOBLECK_CREDENTIALS"
-
-_ENDED = "the join token has ended (or the clock is wrong); make another with 'oobleck pki token'"
 
 
 class Denied(Exception):
@@ -106,10 +106,12 @@ def choose_way(
         credentials = None  # the token was made because these are good no more
     elif credentials is None:
         raise ValueError(
-            f"--master {master}: the agent needs credentials, and {folder} has none that are "
-            "valid; make a token with 'oobleck pki token --out FILE' and give it by "
-            f"--token-file FILE or {TOKEN_VARIABLE}{_hint()}"
+            f"--master {master}: the agent needs credentials, and {folder} has none; make a token "
+            "with 'oobleck pki token --out FILE' and give it by --token-file FILE or "
+            f"{TOKEN_VARIABLE}{_hint()}"
         )
+    elif pki.expiry(credentials.certificate) <= time.time():
+        raise ValueError(f"--credentials {folder}: {fault(credentials, time.time())}")
     return Holder(
         master=master, folder=folder, credentials=credentials, own_user_alone=own_user_alone
     )
@@ -136,16 +138,15 @@ def _is_newer(token: Credentials, credentials: Credentials) -> bool:
 
 
 def _stored(folder: Path, name: str) -> Credentials | None:
-    """Read the node's credentials from the folder; None if it has none, or they have expired.
-    Raises ValueError with the fix, also if they are another holder's."""
+    """Read the node's credentials from the folder; None if it has none. Raises ValueError with the
+    fix, also if they are another holder's."""
     if not (folder / CERTIFICATE).exists():
         return None
     try:
         check_holder(folder, "agent", name)
     except ValueError as error:
         raise ValueError(f"--credentials {error}") from error
-    found = read_credentials(folder)
-    return found if pki.expiry(found.certificate) > time.time() else None
+    return read_credentials(folder)
 
 
 def _check_token(folder: Path, token: Credentials, name: str) -> None:
@@ -187,8 +188,9 @@ async def _until_answered(
                 raise Denied(error.details() or error.code().name) from error
             # The master would not let it in, and could not say why.
             if pki.expiry(token.certificate) < time.time():
-                raise Denied(_ENDED) from error
-            if (reason := error.code().name) != told:
+                raise Denied(fault(token, time.time())) from error
+            reason = refusal(token, error.details() or "", time.time()) or error.code().name
+            if reason != told:
                 told = reason
                 fields = {"master": endpoint.address, "reason": reason}
                 logger.warning("cannot join, trying on", extra=fields)
@@ -217,6 +219,8 @@ class Holder:
     #: The master is this user's, and serves no other user without this user's consent.
     own_user_alone: bool = False
     heads: Heads = field(init=False)
+    #: Unix time of the last warning that the certificate ends.
+    _warned_at: float = field(default=-math.inf, init=False)
 
     def __post_init__(self) -> None:
         self.heads = Heads(split_addresses(self.master), self.folder)
@@ -228,9 +232,17 @@ class Holder:
     async def keep_fresh(self) -> None:
         """Renew the certificate before it ends, until cancelled."""
         while self.folder is not None and self.credentials is not None:
+            self._warn(self.credentials, time.time())
             await asyncio.sleep(_wait_s(self.credentials.certificate, time.time()))
             if _left_s(self.credentials.certificate, time.time()) <= 0:
                 await self._renew(self.folder, self.credentials)
+
+    def _warn(self, credentials: Credentials, now: float) -> None:
+        """Warn once a day that the certificate ends soon, or has ended."""
+        told = fault(credentials, now) or warning(credentials, now)
+        if told and abs(now - self._warned_at) >= DAY_S:
+            self._warned_at = now
+            logger.warning("a certificate needs attention", extra={"reason": told})
 
     async def _renew(self, folder: Path, old: Credentials) -> None:
         request = pb.RenewRequest(request=pki.new_request(pki.read_key(old.key)))

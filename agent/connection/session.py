@@ -19,6 +19,7 @@ from oobleck.core.messages import Record
 from oobleck.host.address import split_addresses
 from oobleck.host.detection import Detection
 from oobleck.host.ipc.endpoint import Endpoint
+from oobleck.host.security.validity import refusal
 from oobleck.host.system.environment import Environment
 from oobleck.host.timeline import boot_id
 from oobleck.proto import control_pb2 as pb
@@ -170,7 +171,7 @@ class Session:
                 # Training outlives a master that may be the wrong one, or speak another protocol.
                 self._trouble(f"refused for now: {refusal}")
             except SessionEnded as end:
-                self._trouble(str(end))
+                self._trouble(self._refusal(str(end)) or str(end))
             except _OtherTimeOuts:
                 return None
             if not self._is_over():
@@ -194,6 +195,11 @@ class Session:
             logger.warning(
                 "no session, trying on", extra={"master": self._config.master, "reason": reason}
             )
+
+    def _refusal(self, reason: str) -> str:
+        """Return why master and agent do not accept each other's certificates; empty: unknown."""
+        credentials = self._endpoint().credentials
+        return refusal(credentials, reason, self._environment.unix()) if credentials else ""
 
     async def _seek(self) -> None:
         """Choose the head of the next session. Raises SessionEnded where none answers."""

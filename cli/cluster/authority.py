@@ -58,7 +58,7 @@ def make_authority(folder: Path, names: Sequence[str]) -> None:
             folder / MASTER_CERTIFICATE,
             authority.sign_master(key.public_key(), names, MASTER_LIFE_S),
         )
-        signing.issue(authority, folder / OPERATOR, "operator", ADMIN)
+        signing.issue(authority, folder, folder / OPERATOR, "operator", ADMIN)
         # Written last: it completes the folder.
         write_private(folder / AUTHORITY, authority.certificate)
     except ValueError as error:
@@ -82,7 +82,7 @@ def issue(folder: Path, target: Path, role: Role, name: str) -> None:
     except ValueError as error:
         raise CommandFailed(f"--dir: {error}", USAGE) from error
     with _told(target):
-        signing.issue(authority, target, role, name)
+        signing.issue(authority, folder, target, role, name)
 
 
 def have_issued(folder: Path, target: Path, role: Role, name: str) -> None:

@@ -243,9 +243,10 @@ def renew(folder: Path, master: str) -> None:
 @master_option
 @form_options("One JSON object: {tokens, credentials}.")
 def list_(master: Endpoint, form: Form) -> None:
-    """List usable tokens, and the holders of certificates from the master.
+    """List usable tokens, and the holders of certificates.
 
-    The last column names the maker of the token, or of the one that the holder joined with.
+    The last column names the maker of the token, or of the one that the holder joined with; it is
+    empty for certificates of 'oobleck pki issue'.
     """
     with MasterClient(master) as connection:
         found = connection.credentials()
@@ -339,8 +340,8 @@ def _role_of(name: str, known: pb.ListCredentialsReply) -> Role:
             return cast("Role", role)
         case []:
             raise CommandFailed(
-                f"this master has given no certificate to {name!r}; one that "
-                "'oobleck pki issue' made is revoked with --role ROLE",
+                f"this master has given no certificate to {name!r}; one that was made with a copy "
+                "of the authority is revoked with --role ROLE",
                 NO_SUCH_THING,
             )
         case _:

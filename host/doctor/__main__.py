@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import TypeVar
 
 import msgspec
@@ -110,6 +111,13 @@ def look(order: Look, about: About) -> Looked:
         locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
         return (*found, *gpus.locked_memory(locked, gpus.ADAPTERS)), ()
 
+    def at_credentials() -> Found:
+        from oobleck.host.doctor import certificates  # slow to load
+
+        return tuple(certificates.look(Path(about.credentials), time.time())), ()
+
+    if about.credentials:
+        tasks["its certificate"] = at_credentials
     tasks["its names and routes"] = at_network
     tasks["its limits"] = at_system
     driver = "the driver of its GPUs"

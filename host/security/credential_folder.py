@@ -9,9 +9,13 @@ folder at the same time, the kernel lets one succeed. Each puts a file into an e
 link, or makes it there. Loads the cryptography library. Must not know masters or tokens.
 """
 
+import contextlib
+import os
 import time
 from functools import partial
 from pathlib import Path
+
+import msgspec
 
 from oobleck.host.security import pki
 from oobleck.host.security.credentials import (
@@ -28,6 +32,7 @@ from oobleck.host.security.credentials import (
     read_secret,
     write_private,
 )
+from oobleck.host.system.files import read_regular
 
 _FIX = "name another folder, or move this one away"
 
@@ -97,6 +102,10 @@ def keep(folder: Path, authority: bytes, certificate: bytes) -> Credentials:
 # ---- credentials made with the authority's own key, where this user has it
 
 
+#: Record of these certificates in the authority's folder: an `Identity` per line.
+ISSUED = "issued.jsonl"
+_RECORDED = ("role", "name", "issued_at", "expires_at", "fingerprint")
+_MOST_RECORD_BYTES = 16 << 20
 #: Life of certificates that are made here and not by the master.
 _LIFE_S = 365 * 86_400.0
 #: Remaining life below which credentials are renewed before they are used.
@@ -110,12 +119,40 @@ def read_authority(folder: Path) -> pki.Authority:
     )
 
 
-def issue(authority: pki.Authority, target: Path, role: Role, name: str) -> None:
-    """Put a new certificate of the holder into the folder `target`. Raises ValueError, OSError."""
+def issue(authority: pki.Authority, folder: Path, target: Path, role: Role, name: str) -> None:
+    """Put a new certificate of the holder into the folder `target`, and record it in the
+    authority's `folder`. Raises ValueError, OSError."""
     check_free(target, role, name, authority.certificate)
     key = own_key(target).public_key()
     certificate = authority.sign(key, pki.Identity(role=role, name=name), _LIFE_S)
     keep(target, authority.certificate, certificate)
+    with contextlib.suppress(OSError):  # a folder that is only read signs all the same
+        _record(folder / ISSUED, pki.identity_of(certificate))
+
+
+def _record(path: Path, holder: pki.Identity) -> None:
+    """Append a line about the holder's certificate. Raises OSError."""
+    line = msgspec.json.encode({name: getattr(holder, name) for name in _RECORDED}) + b"\n"
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
+    try:
+        os.write(descriptor, line)
+    finally:
+        os.close(descriptor)
+
+
+def issued(folder: Path) -> list[pki.Identity]:
+    """Return the newest certificate of each holder that was issued with the authority's own key, by
+    its folder's record. Lines that cannot be read are passed over."""
+    try:
+        lines = read_regular(folder / ISSUED, _MOST_RECORD_BYTES).splitlines()
+    except OSError:
+        return []
+    found: dict[tuple[Role, str], pki.Identity] = {}
+    for line in lines:
+        with contextlib.suppress(ValueError):
+            holder = msgspec.json.decode(line, type=pki.Identity)
+            found[holder.role, holder.name] = holder
+    return list(found.values())
 
 
 def have_issued(folder: Path, target: Path, role: Role, name: str) -> None:
@@ -124,4 +161,4 @@ def have_issued(folder: Path, target: Path, role: Role, name: str) -> None:
     check_holder(target, role, name)
     path = target / CERTIFICATE
     if not path.exists() or pki.expiry(read_file(path)) < time.time() + _SOON_S:
-        issue(read_authority(folder), target, role, name)
+        issue(read_authority(folder), folder, target, role, name)

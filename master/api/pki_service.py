@@ -9,6 +9,7 @@ gets the newest.
 """
 
 import logging
+import math
 import threading
 import time
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import grpc
 
 from oobleck.core.ids import check_name
-from oobleck.host.security import pki
+from oobleck.host.security import credential_folder, pki, validity
 from oobleck.host.security.credentials import (
     AUTHORITY,
     AUTHORITY_KEY,
@@ -51,6 +52,7 @@ from oobleck.master.state.trust import (
     find_token,
     is_revoked,
     joined_by,
+    was_revoked,
 )
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto import control_pb2_grpc as rpc
@@ -113,6 +115,8 @@ class AuthorityFolder:
         self._names = pki.server_names(self._certificate)
         self._viewer_key = pki.new_key()
         self._lock = threading.Lock()
+        #: Unix time of the last line of the log about the authority's end.
+        self._warned_at = -math.inf
 
     @property
     def cluster(self) -> str:
@@ -149,8 +153,19 @@ class AuthorityFolder:
         with self._lock:
             return self._configuration() if self._renew_if_due() else None
 
+    def _warn(self, now: float) -> None:
+        """Tell once a day that the authority has ended, or ends soon."""
+        fault = validity.authority_fault(self.authority.certificate, now)
+        told = fault or validity.authority_warning(self.authority.certificate, now)
+        if told and abs(now - self._warned_at) >= validity.DAY_S:
+            self._warned_at = now
+            level = logging.ERROR if fault else logging.WARNING
+            log.log(level, "a certificate needs attention", extra={"reason": told})
+
     def _renew_if_due(self) -> bool:
-        left_s = pki.expiry(self._certificate) - time.time()
+        now = time.time()
+        self._warn(now)
+        left_s = pki.expiry(self._certificate) - now
         if left_s > MASTER_LIFE_S * _RENEW_PART:
             return False
         self._certificate = self.authority.sign_master(
@@ -249,6 +264,12 @@ class PkiService(rpc.PkiServicer):
     ) -> pb.ListCredentialsReply:
         await self._ready(context)
         trust, unix = self._master.state.trust, time.time()
+        folder = self._master.config.pki
+        issued = (
+            {(one.role, one.name): one for one in credential_folder.issued(folder)}
+            if folder
+            else {}
+        )
         return pb.ListCredentialsReply(
             tokens=[
                 pb.TokenInfo(
@@ -262,7 +283,8 @@ class PkiService(rpc.PkiServicer):
                 if token.expires_at > unix and not token.key
             ],
             credentials=[
-                _credential(trust, holder) for holder in sorted({*trust.given, *trust.revoked})
+                _credential(trust, holder, issued.get(holder))
+                for holder in sorted({*trust.given, *trust.revoked, *issued})
             ],
         )
 
@@ -328,13 +350,15 @@ def _read_role(text: str) -> Role:
             raise ValueError(f"role: {text[:80]!r} is not agent, operator or viewer")
 
 
-def _credential(trust: Trust, holder: Holder) -> pb.CredentialInfo:
+def _credential(trust: Trust, holder: Holder, issued: pki.Identity | None) -> pb.CredentialInfo:
+    """Describe the holder's last certificate. `issued`: one that this master did not give."""
     given = trust.given.get(holder)
+    ends = [one.expires_at for one in (given, issued) if one is not None]
     return pb.CredentialInfo(
         role=holder[0],
         name=holder[1],
-        expires_at=given.expires_at if given is not None else 0.0,
-        revoked=is_revoked(trust, holder),
+        expires_at=max(ends, default=0.0),
+        revoked=is_revoked(trust, holder) and (issued is None or was_revoked(trust, issued)),
         by=_holder(given.by if given is not None else None),
     )
 

@@ -132,6 +132,7 @@ class Examinations:
             address="" if everywhere else host,
             connections=len(self._state.nodes),
             places=(Place(path=str(config.state_dir), use="journal"),),
+            credentials=str(config.pki or ""),
         )
 
     def _tell(self, node: NodeName, order: Order) -> None:

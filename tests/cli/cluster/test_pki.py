@@ -19,6 +19,7 @@ from oobleck.host.security import pki
 from oobleck.host.security.credentials import read_credentials
 from oobleck.host.security.pki import format_token, read_token
 from support.commands import end, refused, run
+from support.holders import dated
 from support.secured import Secured
 
 pytestmark = pytest.mark.usefixtures("quick_start")
@@ -252,7 +253,7 @@ def test_a_token_can_be_taken_back_and_ends(secured: Secured, tmp_path: Path) ->
     expires_at = pki.identity_of(read_token(short.read_text()).certificate).expires_at
     until(lambda: time.time() > expires_at)
     # The handshake fails already, so that the master cannot say why.
-    assert "a certificate may have expired" in refused(join(short), 4)
+    assert "the join token for operator ended on 20" in refused(join(short), 5)
     bound = secured.token("--role", "operator", "--name", "eve")
     assert "is for operator eve" in refused(join(bound), 5)
 
@@ -264,7 +265,7 @@ def test_an_agent_whose_token_has_ended_ends(secured: Secured, start_agent: Star
     folder = ("--credentials", str(secured.folder / "late"))
     agent, log = start_agent("late", *folder, "--token-file", str(token))
     assert agent.wait(DEADLINE_S) == 2
-    assert "the join token has ended" in log.read_text()
+    assert "the join token for agent ended on 20" in log.read_text()
 
 
 def test_nobody_is_revoked_by_a_guess(secured: Secured, tmp_path: Path) -> None:
@@ -283,9 +284,75 @@ def test_nobody_is_revoked_by_a_guess(secured: Secured, tmp_path: Path) -> None:
 def test_who_is_of_another_cluster_reads_so(secured: Secured, tmp_path: Path) -> None:
     assert run("pki", "init", "--dir", str(tmp_path / "pki")).returncode == 0
     foreign = secured.oobleck("nodes", who=tmp_path / "pki" / "operator")
-    assert "it belongs to another cluster" in refused(foreign, 4)
+    told = refused(foreign, 5)
+    assert "the certificate of operator admin is of cluster " in told
+    assert "the master there is of another cluster" in told
+    assert "'oobleck pki join admin'" in told
     unknown = run("nodes", "--master", secured.address, "--insecure")
     assert "requires credentials, and none are known here" in refused(unknown, 5)
+
+
+DAY_S = 86_400.0
+
+
+def test_a_certificate_that_is_not_good_is_told_as_just_that(
+    secured: Secured, start_agent: Start, tmp_path: Path
+) -> None:
+    ended = dated(secured.pki, tmp_path / "ended", "operator", "ann", -20 * DAY_S, -DAY_S)
+    told = refused(secured.oobleck("nodes", who=ended), 5)
+    assert "denied: the certificate of operator ann ended on 20" in told
+    assert "'oobleck pki issue ann --role operator'" in told
+    later = dated(secured.pki, tmp_path / "later", "viewer", "bob", DAY_S, 2 * DAY_S)
+    told = refused(secured.oobleck("nodes", who=later), 5)
+    assert "denied: the certificate of viewer bob is not valid before 20" in told
+    assert "set this host's clock" in told
+    of_agent = dated(secured.pki, tmp_path / "n8", "agent", "n8", -20 * DAY_S, -DAY_S)
+    agent, log = start_agent("n8", "--credentials", str(of_agent))
+    assert agent.wait(DEADLINE_S) == 2
+    assert "the certificate of agent n8 ended on 20" in log.read_text()
+    assert "'oobleck pki token --name n8 --out FILE'" in log.read_text()
+
+
+def test_a_certificate_that_ends_within_two_weeks_is_warned_of(
+    secured: Secured, start_agent: Start, tmp_path: Path
+) -> None:
+    soon = dated(secured.pki, tmp_path / "soon", "operator", "eva", -60 * DAY_S, 13.5 * DAY_S)
+    done = secured.oobleck("nodes", who=soon)
+    assert done.returncode == 0, done
+    warning = (
+        r"warning: the certificate of operator eva ends on 20\S+ \S+, in 13 days; renew it with"
+    )
+    assert re.fullmatch(rf"{warning} 'oobleck pki renew'\n", done.stderr), done
+    good = dated(secured.pki, tmp_path / "good", "operator", "eva", -60 * DAY_S, 14.5 * DAY_S)
+    assert secured.oobleck("nodes", who=good).stderr == ""
+    of_agent = dated(secured.pki, tmp_path / "n9", "agent", "n9", -60 * DAY_S, 9.5 * DAY_S)
+    _, log = start_agent("n9", "--credentials", str(of_agent))
+    until(lambda: secured.states().get("n9") == "live", log)
+    line = (
+        r" WARNING \S+ a certificate needs attention reason=\"the certificate of agent n9 ends on"
+    )
+    assert len(re.findall(line, log.read_text())) == 1, log.read_text()
+    done = secured.oobleck("doctor", "--node", "n9", "--json")
+    found = [one for one in json.loads(done.stdout)["findings"] if one["check"] == "certificate"]
+    (of_node,) = [one for one in found if one["node"] == "n9"]
+    assert of_node["level"] == "warn"
+    assert "the certificate of agent n9 ends on 20" in of_node["what"]
+    (of_head,) = [one for one in found if one["node"] == "(head)"]
+    assert (of_head["level"], of_head["what"]) == ("pass", "good for another 3649 days")
+
+
+def test_the_list_has_certificates_that_were_made_without_the_master(
+    secured: Secured, tmp_path: Path
+) -> None:
+    made = run("pki", "issue", "ida", "--role", "viewer", "--dir", str(secured.pki), "--out",
+               str(tmp_path / "ida"))  # fmt: skip
+    assert made.returncode == 0, made
+    listed = secured.oobleck("pki", "list").stdout
+    assert re.search(r"^admin +certificate +operator +20\S+ \S+$", listed, re.MULTILINE), listed
+    assert re.search(r"^ida +certificate +viewer +20\S+ \S+$", listed, re.MULTILINE), listed
+    assert secured.oobleck("pki", "revoke", "ida").returncode == 0
+    listed = secured.oobleck("pki", "list").stdout
+    assert re.search(r"^ida +certificate +viewer +revoked$", listed, re.MULTILINE), listed
 
 
 def test_nothing_secret_is_in_logs_arguments_or_the_journal(
