@@ -23,7 +23,7 @@ from oobleck.agent.processes.pool import ProcessPool, StartWarmProcess, StartWor
 from oobleck.agent.reconcile import decide
 from oobleck.agent.state import NodeState
 from oobleck.agent.wheels import WheelCache
-from oobleck.core.ids import Incarnation, JobId
+from oobleck.core.ids import Incarnation, JobId, WorkerId
 from oobleck.core.messages import (
     Acknowledged,
     Alive,
@@ -234,7 +234,7 @@ class Supervisor:
         del self._pool.processes[incarnation]
         self._handle(events.WorkerExited(incarnation=incarnation))
         wait_s = max(0.0, self._state.slots[process.slot].budget.not_before - self._now())
-        extra = {"slot": process.slot, "reason": reason, "next_start_in_s": round(wait_s, 1)}
+        extra = {"worker": process.worker, "reason": reason, "next_start_in_s": round(wait_s, 1)}
         logger.warning("fork failed", extra=extra)
 
     def said(self, incarnation: Incarnation, message: FromWorker) -> None:
@@ -246,7 +246,7 @@ class Supervisor:
                 begins = worker.compute is not None or worker.stepped < record.generation
                 if compute is not None and not compute.makes_sense and begins:
                     told = f"{compute.seconds} s in {compute.steps} steps"
-                    extra = {"slot": worker.slot, "told": told}
+                    extra = {"worker": self._name(worker.slot), "told": told}
                     logger.error("ignored: how long a worker says that it computes", extra=extra)
                 self._outbox.record(worker.job_id, record, self._now())
             case Handed(generation=generation, records=records):
@@ -257,7 +257,8 @@ class Supervisor:
                 pass  # the status tells of it
             case _:
                 if isinstance(message, Failed):
-                    fields = {"slot": worker.slot, "kind": message.kind, "reason": message.message}
+                    name = self._name(worker.slot)
+                    fields = {"worker": name, "kind": message.kind, "reason": message.message}
                     logger.error("worker failed", extra=fields)
                 self._outbox.report(report_of(worker, message), self._now())
         self._handle(events.WorkerSaid(incarnation=incarnation, message=message))
@@ -308,7 +309,7 @@ class Supervisor:
             message = with_last_line(verdict, process.tail.last_line())
             self.said(worker.incarnation, Failed(kind="user", message=message))
         how = f"killed by {signal_name(signum)}" if signum else f"exit code {exit_code}"
-        fields = {"slot": worker.slot, "pid": process.pid, "how": how}
+        fields = {"worker": process.worker, "pid": process.pid, "how": how}
         expected = worker.stop_sent_at is not None
         logger.log(logging.INFO if expected else logging.WARNING, "worker ended", extra=fields)
         exited = types.WorkerExited(
@@ -323,8 +324,11 @@ class Supervisor:
         self._handle(events.WorkerExited(incarnation=worker.incarnation, end=exited))
         wait_s = self._state.slots[worker.slot].budget.not_before - self._now()
         if wait_s > 0 and self._state.desired.job_id is not None:
-            extra = {"slot": worker.slot, "next_start_in_s": round(wait_s, 1)}
+            extra = {"worker": process.worker, "next_start_in_s": round(wait_s, 1)}
             logger.warning("worker keeps ending, waiting before the next start", extra=extra)
+
+    def _name(self, slot: int) -> WorkerId:
+        return WorkerId(self._config.name, slot)
 
     def _memory_ran_out(self) -> bool:
         """Return whether the kernel has killed a process for lack of memory since the last call."""

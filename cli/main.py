@@ -4,13 +4,13 @@ Must import only click at the top, so that `oobleck --help` answers at once.
 """
 
 import importlib
-import os
 import sys
 
 import click
 from click.shell_completion import CompletionItem
 
 from oobleck.host import command
+from oobleck.host.programs import quiet_grpc
 
 #: Module and attribute of each command, and its line in `oobleck --help`.
 COMMANDS = {
@@ -139,8 +139,7 @@ def oobleck() -> None:
 
 
 def main() -> None:
-    # The command reports a failed connection in one line; gRPC's own log would repeat it.
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    quiet_grpc()
     sys.exit(command.run(oobleck, "oobleck"))
 
 

@@ -63,6 +63,12 @@ def refuse_older_tls() -> None:
     os.environ[_CIPHERS] = _OF_RSA_KEYS
 
 
+def quiet_grpc() -> None:
+    """Have gRPC print nothing: this process reports a failed connection itself, once, and gRPC at
+    every attempt. Does nothing if gRPC is loaded already, or GRPC_VERBOSITY is set."""
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+
+
 if __name__ == "__main__":
     die_with_parent(int(sys.argv[1]))
     module = sys.argv[2]

@@ -15,7 +15,7 @@ from oobleck.core.messages import Assign, PeerLost
 from oobleck.core.plan import Plan
 from oobleck.planner.programs.communicators import NO_WIRING, Wiring, wiring_of
 from oobleck.worker.context import WorkerContext
-from oobleck.worker.runtime.errors import CalledOff, Superseded, TransportError, Unreached
+from oobleck.worker.runtime.errors import CalledOff, Released, Superseded, TransportError, Unreached
 from oobleck.worker.transport.connect import Moving
 from oobleck.worker.transport.linked import LinkTransport
 from oobleck.worker.transport.links.calls import Card
@@ -88,7 +88,7 @@ def report_lost(
         host_unreached=way_gone is not None and way_gone.worker is None,
         left=left,
     )
-    if context.control.report_lost(lost):
+    if context.control.report_lost(lost) and not isinstance(error, Released):
         log.warning("peer lost", extra={"generation": generation, "detail": lost.detail})
 
 

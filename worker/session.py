@@ -7,11 +7,11 @@ between two steps.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
-from oobleck.core.ids import Generation
+from oobleck.core.ids import Generation, WorkerId
 from oobleck.core.messages import (
     Assign,
     Committed,
@@ -24,6 +24,7 @@ from oobleck.core.messages import (
 )
 from oobleck.core.plan import Plan
 from oobleck.core.redact import redact
+from oobleck.core.units import comma_separated
 from oobleck.host.token_file import DataError
 from oobleck.planner.programs.compiler.own import OwnProgram
 from oobleck.worker.checkpoint.output import write_result
@@ -76,6 +77,8 @@ class Session:
         self._training = Training(context, data, self._preparing, self._forgiven)
         #: Newest generation that this worker entered; 0: none.
         self._entered = Generation(0)
+        #: Cards of that generation's workers, as far as the master knew them.
+        self._cards: Mapping[WorkerId, str] = {}
         #: Membership in that generation; None before it joins and after it leaves.
         self._membership: Membership | None = None
 
@@ -151,7 +154,13 @@ class Session:
         if assign.boundary and not context.state.layers:
             self._training.memory.begin()  # before state arrives
         self._preparing.enter(assign)
-        log.info("entering generation", extra={"generation": generation})
+        before = self._cards
+        self._cards = dict(zip(assign.plan.workers, assign.rendezvous.cards, strict=False))
+        gone = [
+            str(peer) for peer, card in before.items() if card and self._cards.get(peer) != card
+        ]
+        fields = {"gone": comma_separated(gone)} if gone else {}
+        log.info("entering generation", extra={"generation": generation, **fields})
 
     def _hand_over(self, assign: Assign) -> tuple[int, int]:
         """Meet the workers that leave, and take over the layers that they alone hold.

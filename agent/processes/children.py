@@ -23,7 +23,7 @@ from typing import Protocol
 import msgspec
 
 from oobleck.agent.processes.output import Tail, read_available
-from oobleck.core.ids import Incarnation
+from oobleck.core.ids import Incarnation, WorkerId
 from oobleck.core.messages import (
     ChildExited,
     Fork,
@@ -127,8 +127,9 @@ class Listener(Protocol):
 class WorkerProcess:
     """Agent's ends of one worker: its channel, its output and a handle to kill it by."""
 
-    def __init__(self, slot: int, incarnation: Incarnation, listener: Listener) -> None:
-        self.slot = slot
+    def __init__(self, worker: WorkerId, incarnation: Incarnation, listener: Listener) -> None:
+        self.worker = worker
+        self.slot = worker.slot
         self.incarnation = incarnation
         self.pid: int | None = None
         self.tail = Tail()
@@ -176,7 +177,7 @@ class WorkerProcess:
             while (body := await read_frame(reader)) is not None:
                 self._listener.said(self.incarnation, _from_worker.decode(body))
         except (ValueError, RecursionError, ConnectionError) as error:  # not understood, or cut
-            fields = {"slot": self.slot, "pid": self.pid, "reason": error}
+            fields = {"worker": self.worker, "pid": self.pid, "reason": error}
             logger.warning("worker's channel broke", extra=fields)
         finally:
             if completing is not None:
@@ -194,7 +195,7 @@ class WorkerProcess:
             completed = await complete(launch)
         except Exception:
             # The boundary of the task: without a complete launch the process never becomes ready.
-            fields = {"slot": self.slot, "pid": self.pid}
+            fields = {"worker": self.worker, "pid": self.pid}
             logger.exception("what a worker needs cannot be had", extra=fields)
             self.kill()
             return
@@ -210,7 +211,7 @@ class WorkerProcess:
             return
         self._writer.write(frame(message))
         if self._writer.transport.get_write_buffer_size() > WRITE_LIMIT_BYTES:
-            logger.warning("worker does not read", extra={"slot": self.slot, "pid": self.pid})
+            logger.warning("worker does not read", extra={"worker": self.worker, "pid": self.pid})
             self.kill()
 
     def kill(self) -> None:
@@ -347,7 +348,7 @@ class WarmProcess:
             if sent != len(data):
                 raise ConnectionError("the warm process does not read")
         except OSError as error:
-            logger.warning("fork failed", extra={"slot": worker.slot, "reason": error})
+            logger.warning("fork failed", extra={"worker": worker.worker, "reason": error})
             self.kill()
         finally:
             worker.close_theirs()

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 FREED_S = 10.0
 
 StartWarmProcess = Callable[[Listener], WarmProcess]
-StartWorker = Callable[[int, Incarnation, Listener], WorkerProcess]
+StartWorker = Callable[[WorkerId, Incarnation, Listener], WorkerProcess]
 
 
 def new_incarnation(environment: Environment) -> Incarnation:
@@ -123,7 +123,8 @@ class ProcessPool:
     def _fork(self, fork: events.ForkWorker, tasks: asyncio.TaskGroup) -> events.Event:
         assert self.warm is not None
         slot = fork.slot
-        process = self._start_worker(slot, new_incarnation(self._environment), self._listener)
+        worker = WorkerId(self._config.name, slot)
+        process = self._start_worker(worker, new_incarnation(self._environment), self._listener)
         self.processes[process.incarnation] = process
         wanted = Fork(
             slot=slot,
@@ -135,7 +136,7 @@ class ProcessPool:
         self.warm.fork(wanted, process)
         gpu = self._config.gpu_of(slot)
         launch = Launch(
-            worker=WorkerId(self._config.name, slot),
+            worker=worker,
             job_id=fork.job_id,
             job=fork.job,
             address=self.address,
@@ -175,6 +176,6 @@ class ProcessPool:
 
     def _kill(self, incarnation: Incarnation, what: str, reason: str) -> None:
         process = self.processes[incarnation]
-        fields = {"slot": process.slot, "pid": process.pid, "reason": reason}
+        fields = {"worker": process.worker, "pid": process.pid, "reason": reason}
         logger.warning(what, extra=fields)
         process.kill()

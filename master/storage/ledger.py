@@ -4,12 +4,13 @@ Every change of the state passes through the ledger: `journal` journals an event
 `observe` only applies it. A new ledger replays the journal. Must not know who learns of a change,
 when a decision is due, gRPC, agents' sessions or time-outs.
 
-Each journaled event is one line of the master's log, with its most important fields. Measurements
-that later jobs may use are in `<state-dir>/profiles/<key>.json`.
+Each journaled event is one line of the master's log, with its most important fields: a failure is a
+warning or an error. Measurements that later jobs may use are in `<state-dir>/profiles/<key>.json`.
 """
 
 import logging
 import os
+import re
 from collections import deque
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
@@ -21,15 +22,26 @@ from oobleck.host.system.environment import Environment
 from oobleck.host.system.files import read_regular
 from oobleck.master.config import MasterConfig, Unusable
 from oobleck.master.events.jobs import (
+    JobFailed,
     JobForgotten,
     JobRestored,
+    JobWaiting,
     MeasuringStarted,
     PlanMade,
     ProfileChosen,
+    RecordsDiffer,
     RecordsLost,
     SaveProblem,
 )
-from oobleck.master.events.nodes import NodeRegistered
+from oobleck.master.events.nodes import (
+    NodeHeld,
+    NodeLeftOut,
+    NodeLost,
+    NodeQuarantined,
+    NodeRegistered,
+    NodeReset,
+    WorkerLost,
+)
 from oobleck.master.events.unions import (
     EvaluationReceived,
     Event,
@@ -71,6 +83,22 @@ _FIELDS = {
     "kept_as": "kept_as",
     "records": "records",
 }
+#: Level and words of events that report a failure; others are told by their names, as words.
+_FAILURES: Mapping[type[Journaled], tuple[int, str]] = {
+    NodeLost: (logging.WARNING, "a node is lost"),
+    WorkerLost: (logging.WARNING, "a worker is lost"),
+    NodeReset: (logging.WARNING, "the workers of a node are ended, and start anew"),
+    NodeLeftOut: (logging.WARNING, "a node cannot take part in the job"),
+    NodeQuarantined: (logging.WARNING, "a node keeps failing, and is put aside"),
+    NodeHeld: (logging.WARNING, "a node trains a job that is not this master's"),
+    JobWaiting: (logging.WARNING, "the job waits for nodes"),
+    JobRestored: (logging.WARNING, "the job goes on from a checkpoint"),
+    RecordsDiffer: (logging.WARNING, "two nodes report one step differently"),
+    RecordsLost: (logging.WARNING, "the records of some steps are lost"),
+    JournalCut: (logging.WARNING, "the end of the journal was not whole and is cut off"),
+    JobFailed: (logging.ERROR, "the job failed"),
+}
+_WORDS = re.compile(r"(?<!^)(?=[A-Z])")
 #: Largest profile that is read; that of the largest model has a megabyte.
 MOST_BYTES = 16 << 20
 #: Number of last events reported with a broken invariant, and characters of each.
@@ -94,14 +122,28 @@ def tell(event: Journaled) -> None:
             fields["by"] = "/".join(maker or ())
         case SaveProblem(failed=failed):
             fields |= {"step": failed.step, "reason": failed.reason}
-            log.warning("the %s could not be written", failed.what, extra=fields)
-            return
-        case JournalCut():
-            log.warning("the end of the journal was not whole and is cut off", extra=fields)
-            return
+        case JobWaiting(causes=causes):
+            fields["reason"] = "; ".join(causes)
+        case JobRestored(restored=restored, lost_steps=lost):
+            fields |= {"step": restored.step, "lost_steps": lost}
         case _:
             pass  # the fields say all
-    log.info(type(event).__name__, extra=fields)
+    level, words = _FAILURES.get(type(event), (logging.INFO, _name(event)))
+    match event:
+        case NodeLost(cause="left"):
+            level, words = logging.INFO, "a node has left"
+        case JobRestored(resumed=True):
+            level = logging.INFO
+        case SaveProblem(failed=failed):
+            level, words = logging.WARNING, f"the {failed.what} could not be written"
+        case _:
+            pass
+    log.log(level, words, extra=fields)
+
+
+def _name(event: Journaled) -> str:
+    """Return the name of the event's class as words: `plan made`."""
+    return _WORDS.sub(" ", type(event).__name__).lower()
 
 
 def read_profiles(folder: Path) -> ProfilesFound:

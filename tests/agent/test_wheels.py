@@ -175,7 +175,7 @@ def test_a_worker_has_as_long_to_get_ready_however_slowly_its_code_comes() -> No
         return asked
 
     async def run() -> Launch:
-        process = WorkerProcess(0, Incarnation("a" * 16), heard)  # type: ignore[arg-type]
+        process = WorkerProcess(WorkerId(NodeName("n1"), 0), Incarnation("a" * 16), heard)  # type: ignore[arg-type]
         worker: Channel[ToWorker]
         worker = Channel(socket.socket(fileno=os.dup(process.hand_over()[0])), ToWorker)
         process.close_theirs()

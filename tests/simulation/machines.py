@@ -23,7 +23,7 @@ from oobleck.agent.processes.children import Listener
 from oobleck.agent.processes.output import Tail
 from oobleck.agent.processes.pool import new_incarnation
 from oobleck.agent.supervisor import Supervisor
-from oobleck.core.ids import Incarnation, JobId, NodeName
+from oobleck.core.ids import Incarnation, JobId, NodeName, WorkerId
 from oobleck.core.messages import Fork, FromWorker, Launch, ToWorker
 from oobleck.host.ipc.endpoint import Endpoint
 from oobleck.master.config import MasterConfig
@@ -57,9 +57,15 @@ class WorkerHandle:
     """An agent's ends of a worker: what `oobleck.agent.processes.children.WorkerProcess` is."""
 
     def __init__(
-        self, world: "World", agent: "Agent", slot: int, incarnation: Incarnation, to: Listener
+        self,
+        world: "World",
+        agent: "Agent",
+        worker: WorkerId,
+        incarnation: Incarnation,
+        to: Listener,
     ) -> None:
-        self.slot = slot
+        self.worker = worker
+        self.slot = worker.slot
         self.incarnation = incarnation
         self.pid: int | None = None
         self.tail = Tail()
@@ -273,8 +279,8 @@ class Agent:
             self.outbox,
             environment,
             start_warm=lambda to: WarmHandle(world, self, to),  # type: ignore[arg-type,return-value]
-            start_worker=lambda slot, process, to: WorkerHandle(  # type: ignore[arg-type,return-value]
-                world, self, slot, process, to
+            start_worker=lambda worker, process, to: WorkerHandle(  # type: ignore[arg-type,return-value]
+                world, self, worker, process, to
             ),
         )
         self.session = Session(

@@ -38,6 +38,10 @@ class Unmapped(TransportError):
     the host does not allow the mapping."""
 
 
+class Released(TransportError):
+    """End of an operation because this worker leaves the others: it names no lost peer."""
+
+
 class CalledOff(TransportError):
     """End of a meeting because another member already knows of a newer one."""
 

@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from oobleck.core.ids import Generation
-from oobleck.worker.runtime.errors import CalledOff, Superseded, TransportError, Unreached
+from oobleck.worker.runtime.errors import CalledOff, Released, Superseded, TransportError, Unreached
 from oobleck.worker.transport.links import greeting
 from oobleck.worker.transport.links.calls import Card
 from oobleck.worker.transport.links.hub import Links
@@ -35,7 +35,6 @@ _POLL_S = 0.05
 _CARD = struct.Struct("!H")
 #: Time from the first member that gives up until all waits end.
 _GRACE_S = 0.1
-_HAS_LEFT = "a peer has left"
 
 #: Called once with the reason, from another thread than the transport's user.
 OnLost = Callable[[str], None]
@@ -307,7 +306,10 @@ class Meeting:
 
     def _check_there(self, peer: bytes) -> None:
         if self.links.has_left(peer):
-            raise TransportError(_HAS_LEFT)
+            raise self._left_by(peer)
+
+    def _left_by(self, peer: bytes) -> TransportError:
+        return TransportError(f"{self._name(peer)} has left")
 
     def check_there(self, peers: Iterable[int]) -> None:
         """Raise TransportError where the meeting is over, or one of them has left it."""
@@ -322,22 +324,22 @@ class Meeting:
 
     # ---- ends
 
-    def left(self, kind: Kind) -> None:
+    def left(self, kind: Kind, peer: bytes = b"") -> None:
         if kind == Kind.CALLED_OFF:
             self._end(CalledOff("the meeting was called off"))
         elif not self._peers:  # not all have arrived
-            self._end(TransportError(_HAS_LEFT))
+            self._end(self._left_by(peer))
         elif not self._ending:
             self._ending = True
             # Frames that others sent before they knew of it may be on their way; their receivers
             # shall get them.
-            timer = threading.Timer(_GRACE_S, self._end_late)
+            timer = threading.Timer(_GRACE_S, self._end_late, (peer,))
             timer.daemon = True
             timer.start()
 
-    def _end_late(self) -> None:
+    def _end_late(self, peer: bytes) -> None:
         with self.links.lock:
-            self._end(TransportError(_HAS_LEFT))
+            self._end(self._left_by(peer))
         self.links.wake()
 
     def lost(self, peer: bytes, why: str) -> None:
@@ -368,7 +370,7 @@ class Meeting:
 
     def abort(self) -> None:
         with self.links.lock:
-            self._end(TransportError("an operation was given up"))
+            self._end(Released("an operation was given up"))
             self.links.leave(self.epoch, Kind.GIVEN_UP)
             self.links.wake()
 

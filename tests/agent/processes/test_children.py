@@ -36,7 +36,7 @@ def test_a_process_that_does_not_get_its_launch_is_ended(
 
     async def run() -> int:
         listener = create_autospec(Listener, instance=True)
-        process = WorkerProcess(0, Incarnation("a"), listener)
+        process = WorkerProcess(WorkerId(NodeName("n1"), 0), Incarnation("a"), listener)
         process.forked(child.pid)
         serving = asyncio.create_task(process.serve(launch, complete))
         try:

@@ -11,7 +11,7 @@ from oobleck.agent.processes import pool as pools
 from oobleck.agent.processes.children import Complete
 from oobleck.agent.processes.pool import ProcessPool
 from oobleck.agent.wheels import WheelCache
-from oobleck.core.ids import Incarnation, JobId, NodeName
+from oobleck.core.ids import Incarnation, JobId, NodeName, WorkerId
 from oobleck.core.messages import Launch
 from oobleck.host.gpu.devices import Gpu
 from oobleck.host.system.environment import Environment
@@ -22,8 +22,8 @@ from support.scripted_master import job
 class Process:
     """In place of a worker: remembers its launch."""
 
-    def __init__(self, slot: int, incarnation: Incarnation, listener: object) -> None:
-        self.slot, self.incarnation = slot, incarnation
+    def __init__(self, worker: WorkerId, incarnation: Incarnation, listener: object) -> None:
+        self.worker, self.slot, self.incarnation = worker, worker.slot, incarnation
         self.launch: Launch | None = None
 
     async def serve(self, launch: Launch, complete: Complete | None = None) -> None:

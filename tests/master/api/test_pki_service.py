@@ -176,7 +176,7 @@ def pki_of(channel: grpc.aio.Channel) -> Any:
 def told(running: MasterProcess, holder: str) -> int:
     """How often the log says that the holder was given a certificate."""
     lines = running.errors.read_text().splitlines()
-    return sum("CredentialIssued" in line and f"holder={holder}" in line for line in lines)
+    return sum("credential issued" in line and f"holder={holder}" in line for line in lines)
 
 
 def test_a_holder_who_asks_all_the_time_is_given_one_certificate(

@@ -51,7 +51,7 @@ class Member(Protocol):
     def heard(self, peer: bytes, standing: bytes) -> None:
         """Note that `peer` has entered the meeting. Called with the links' lock held."""
 
-    def left(self, kind: Kind) -> None:
+    def left(self, kind: Kind, peer: bytes = b"") -> None:
         """End all waits: another member has given the meeting up or called it off, and the
         remaining ones might wait for each other for ever. Called with the links' lock held."""
 
@@ -390,7 +390,7 @@ class Links:
         if kind != Kind.STANDING:
             self._attendance.left.setdefault(link.peer, kind)
             if member is not None and kind in _ENDING and link.peer in member.others:
-                member.left(Kind(kind))
+                member.left(Kind(kind), link.peer)
         elif member is not None:
             member.heard(link.peer, content)
         self._traffic.ring()

@@ -36,7 +36,7 @@ import torch
 from oobleck.planner.profile.memory import GROUP_CTAS, LINK_CTAS
 from oobleck.planner.programs.communicators import Name
 from oobleck.worker.runtime import pulse
-from oobleck.worker.runtime.errors import HelperLost, InvariantViolation, TransportError
+from oobleck.worker.runtime.errors import HelperLost, InvariantViolation, Released, TransportError
 from oobleck.worker.transport.linked import LinkTransport
 from oobleck.worker.transport.links.wire import Kind, Label
 from oobleck.worker.transport.nccl.communicator import (
@@ -450,7 +450,7 @@ class Connecting:
     def _check(self) -> None:
         self._check_in_time()
         if self._is_over:
-            raise TransportError("the groups were aborted")
+            raise Released("the groups were aborted")
         self._links.check_there(())
         if self._links.any_left(self._members):
             raise _Left

@@ -49,7 +49,7 @@ from torch._C._distributed_c10d import Work
 
 from oobleck.planner.programs.communicators import Name
 from oobleck.worker.runtime import pulse
-from oobleck.worker.runtime.errors import TransportError
+from oobleck.worker.runtime.errors import Released
 from oobleck.worker.transport.linked import LinkTransport
 from oobleck.worker.transport.nccl.communicator import (
     Arriving,
@@ -260,7 +260,7 @@ class NcclTransport:
         if self._failure is not None:
             raise self._failure
         if self._aborted:
-            raise TransportError("the groups were aborted")
+            raise Released("the groups were aborted")
         if (connecting := self._connecting) is not None:
             connecting.check()
 
