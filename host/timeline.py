@@ -59,11 +59,14 @@ def chrome_trace(tracks: Sequence[Track]) -> dict[str, Any]:
         events.append(_named("process_name", number, 0, node))
     for rank, track in enumerate(tracks):
         pid, tid = nodes.index(track.worker.node), track.worker.slot
-        events.append(_named("thread_name", pid, tid, f"rank {rank}: {track.title}"))
+        events.append(
+            _named("thread_name", pid, tid, f"{track.worker} (rank {rank}): {track.title}")
+        )
         events.extend(_events(track, pid, tid, origin_ns))
         if track.recording.device:
             tid += DEVICE_THREADS
-            events.append(_named("thread_name", pid, tid, f"rank {rank}, device: {track.title}"))
+            name = f"{track.worker} (rank {rank}), device: {track.title}"
+            events.append(_named("thread_name", pid, tid, name))
             events.extend(_on_device(track, pid, tid, origin_ns))
     clocks = {
         track.worker.node: {

@@ -645,7 +645,7 @@ class ListJobsReply(_message.Message):
     def __init__(self, jobs: _Optional[_Iterable[_Union[JobStatus, _Mapping]]] = ..., problem: _Optional[str] = ..., head: _Optional[_Union[HeadStatus, _Mapping]] = ...) -> None: ...
 
 class JobStatus(_message.Message):
-    __slots__ = ("job_id", "name", "state", "reason", "generation", "committed_step", "recorded_step", "steps", "loss", "tokens_per_s", "mfu", "submitted_at", "started_at", "finished_at", "plan", "can_lose", "eta_s", "reconfigurations", "policy", "then", "directory", "profile", "checkpoint", "checkpoint_step", "checkpoint_path", "checkpoint_at", "outlook", "save_failure", "evaluation", "skipped_steps", "memory", "data_plane", "incidents", "last_incident", "last_incident_at", "redo", "problem", "journal_cut_at", "last_step_age_s", "records_lost", "lost_records")
+    __slots__ = ("job_id", "name", "state", "reason", "generation", "committed_step", "recorded_step", "steps", "loss", "tokens_per_s", "mfu", "submitted_at", "started_at", "finished_at", "plan", "can_lose", "eta_s", "reconfigurations", "policy", "plan_policy", "then", "directory", "profile", "checkpoint", "checkpoint_step", "checkpoint_path", "checkpoint_at", "outlook", "save_failure", "evaluation", "skipped_steps", "memory", "data_plane", "incidents", "last_incident", "last_incident_at", "redo", "problem", "journal_cut_at", "last_step_age_s", "records_lost", "lost_records")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -665,6 +665,7 @@ class JobStatus(_message.Message):
     ETA_S_FIELD_NUMBER: _ClassVar[int]
     RECONFIGURATIONS_FIELD_NUMBER: _ClassVar[int]
     POLICY_FIELD_NUMBER: _ClassVar[int]
+    PLAN_POLICY_FIELD_NUMBER: _ClassVar[int]
     THEN_FIELD_NUMBER: _ClassVar[int]
     DIRECTORY_FIELD_NUMBER: _ClassVar[int]
     PROFILE_FIELD_NUMBER: _ClassVar[int]
@@ -706,6 +707,7 @@ class JobStatus(_message.Message):
     eta_s: float
     reconfigurations: int
     policy: str
+    plan_policy: str
     then: str
     directory: str
     profile: str
@@ -728,7 +730,7 @@ class JobStatus(_message.Message):
     last_step_age_s: float
     records_lost: int
     lost_records: _containers.RepeatedCompositeFieldContainer[LostRecords]
-    def __init__(self, job_id: _Optional[str] = ..., name: _Optional[str] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., generation: _Optional[int] = ..., committed_step: _Optional[int] = ..., recorded_step: _Optional[int] = ..., steps: _Optional[int] = ..., loss: _Optional[float] = ..., tokens_per_s: _Optional[float] = ..., mfu: _Optional[float] = ..., submitted_at: _Optional[float] = ..., started_at: _Optional[float] = ..., finished_at: _Optional[float] = ..., plan: _Optional[_Union[Plan, _Mapping]] = ..., can_lose: _Optional[int] = ..., eta_s: _Optional[float] = ..., reconfigurations: _Optional[int] = ..., policy: _Optional[str] = ..., then: _Optional[str] = ..., directory: _Optional[str] = ..., profile: _Optional[str] = ..., checkpoint: _Optional[str] = ..., checkpoint_step: _Optional[int] = ..., checkpoint_path: _Optional[str] = ..., checkpoint_at: _Optional[float] = ..., outlook: _Optional[_Union[Outlook, _Mapping]] = ..., save_failure: _Optional[str] = ..., evaluation: _Optional[_Union[Evaluation, _Mapping]] = ..., skipped_steps: _Optional[int] = ..., memory: _Optional[_Iterable[_Union[WorkerMemory, _Mapping]]] = ..., data_plane: _Optional[str] = ..., incidents: _Optional[int] = ..., last_incident: _Optional[str] = ..., last_incident_at: _Optional[float] = ..., redo: _Optional[_Union[Redo, _Mapping]] = ..., problem: _Optional[str] = ..., journal_cut_at: _Optional[float] = ..., last_step_age_s: _Optional[float] = ..., records_lost: _Optional[int] = ..., lost_records: _Optional[_Iterable[_Union[LostRecords, _Mapping]]] = ...) -> None: ...
+    def __init__(self, job_id: _Optional[str] = ..., name: _Optional[str] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., generation: _Optional[int] = ..., committed_step: _Optional[int] = ..., recorded_step: _Optional[int] = ..., steps: _Optional[int] = ..., loss: _Optional[float] = ..., tokens_per_s: _Optional[float] = ..., mfu: _Optional[float] = ..., submitted_at: _Optional[float] = ..., started_at: _Optional[float] = ..., finished_at: _Optional[float] = ..., plan: _Optional[_Union[Plan, _Mapping]] = ..., can_lose: _Optional[int] = ..., eta_s: _Optional[float] = ..., reconfigurations: _Optional[int] = ..., policy: _Optional[str] = ..., plan_policy: _Optional[str] = ..., then: _Optional[str] = ..., directory: _Optional[str] = ..., profile: _Optional[str] = ..., checkpoint: _Optional[str] = ..., checkpoint_step: _Optional[int] = ..., checkpoint_path: _Optional[str] = ..., checkpoint_at: _Optional[float] = ..., outlook: _Optional[_Union[Outlook, _Mapping]] = ..., save_failure: _Optional[str] = ..., evaluation: _Optional[_Union[Evaluation, _Mapping]] = ..., skipped_steps: _Optional[int] = ..., memory: _Optional[_Iterable[_Union[WorkerMemory, _Mapping]]] = ..., data_plane: _Optional[str] = ..., incidents: _Optional[int] = ..., last_incident: _Optional[str] = ..., last_incident_at: _Optional[float] = ..., redo: _Optional[_Union[Redo, _Mapping]] = ..., problem: _Optional[str] = ..., journal_cut_at: _Optional[float] = ..., last_step_age_s: _Optional[float] = ..., records_lost: _Optional[int] = ..., lost_records: _Optional[_Iterable[_Union[LostRecords, _Mapping]]] = ...) -> None: ...
 
 class Outlook(_message.Message):
     __slots__ = ("losses_per_node_day", "next_loss_s", "prior_mtbf_s", "seen", "back_s")

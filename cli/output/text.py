@@ -134,7 +134,7 @@ def pace(node: pb.NodeInfo) -> str:
     slow = [w for w in node.workers if 0 < w.rate < 1]
     alone = len(node.workers) == 1
     told = [
-        (f"{worker.rate:.2f}" if alone else f"{worker.slot}: {worker.rate:.2f}")
+        (f"{worker.rate:.2f}" if alone else f"{node.node}/{worker.slot}: {worker.rate:.2f}")
         + (f" ({worker.hindrance})" if worker.hindrance else "")
         for worker in slow
     ]
@@ -273,15 +273,14 @@ def job_facts(job: pb.JobStatus) -> Iterator[tuple[str, str]]:
     if job.journal_cut_at:
         when = moment(job.journal_cut_at)
         yield "journal", f"{when}: its end was missing when the master read it; see the events"
+    if job.policy:
+        yield "policy", job.policy
     if job.HasField("plan"):
-        yield (
-            "generation",
-            f"{job.generation}, {count(job.reconfigurations, 'reconfiguration')} so far",
-        )
+        made = f" by {job.plan_policy}" if job.plan_policy else ""
+        then = f", then {job.then} at a step boundary" if job.then else ""
+        so_far = f"{count(job.reconfigurations, 'reconfiguration')} so far"
+        yield "generation", f"{job.generation}{made}{then}; {so_far}"
         yield "schedule", job.plan.schedule
-        if job.policy:
-            then = f", then {job.then} at a step boundary" if job.then else ""
-            yield "policy", f"{job.policy}{then}"
         if job.state not in ENDED:
             yield "can lose", can_lose(job)
         if job.HasField("outlook"):
@@ -301,7 +300,7 @@ def outlook(job: pb.JobStatus) -> str:
     known = f"{found.seen:.2g} seen lately" if round(found.seen, 1) else "none seen lately"
     back = f"; back after {about(found.back_s)}" if found.back_s else ""
     return (
-        f"in about {_days(found.next_loss_s)}; one node: every "
+        f"in about {_days(found.next_loss_s)}; one node: about every "
         f"{_days(86_400 / found.losses_per_node_day)} ({known}; recovery.mtbf is "
         f"{_days(found.prior_mtbf_s)}){back}"
     )
@@ -450,7 +449,7 @@ def _parts(status: pb.JobStatus) -> Iterator[tuple[int, str]]:
         yield 6, f"{count(nodes, 'node')} ({shape})"
         yield 7, f"generation {status.generation}"
     if status.eta_s and status.state not in ENDED:
-        yield 1, f"{about(status.eta_s)} to go"
+        yield 1, f"~{about(status.eta_s)} to go"
     if status.reason:
         yield _MUST, f"({inline(status.reason)})"
 

@@ -116,9 +116,9 @@ def _prospects(view: View) -> Iterator[Part]:
         yield f"checkpoint {inline(how.checkpoint)}  ", ""
     if view.history.goodput is not None:
         yield f"goodput {100 * view.history.goodput:.1f}%  ", ""
-    if found.policy:
+    if found.plan_policy:
         then = f", then {found.then}" if found.then else ""
-        yield inline(f"plan by {found.policy}{then}"), "dim"
+        yield inline(f"plan by {found.plan_policy}{then}"), "dim"
 
 
 # ---- nodes and the map of the plan

@@ -66,6 +66,7 @@ def job_status(state: ClusterState, job: Job, config: MasterConfig, now: float) 
         message.checkpoint_step = job.saves.checkpoint.step
         message.checkpoint_at = job.saves.checkpoint_at
     message.save_failure = job.saves.failure
+    message.policy = job.spec.recovery.policy
     message.journal_cut_at = job.journal_cut_at
     _tell_incident(message, job)
     _tell_redo(message, job)
@@ -84,7 +85,7 @@ def job_status(state: ClusterState, job: Job, config: MasterConfig, now: float) 
         message.evaluation.CopyFrom(message_of(pb.Evaluation, seen.steps.evaluation))
     if job.current.made is not None and not job.current.put_back:
         message.plan.CopyFrom(plan_message(job.current.made.plan))
-        message.policy, message.then = job.current.made.policy, job.current.made.then
+        message.plan_policy, message.then = job.current.made.policy, job.current.made.then
         if job.state not in ENDED and not job.current.losses:
             message.can_lose = job.current.made.can_lose
         if job.state not in ENDED:

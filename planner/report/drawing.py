@@ -93,9 +93,11 @@ def _column(stage: Hold, peak: int, limit: int, *, gpus: bool) -> list[str]:
         if stage.first_layer == stage.last_layer
         else f"layers {stage.first_layer}-{stage.last_layer}"
     )
-    device = f"slot {slots[0]}" if len(slots) == 1 else f"slots {slots[0]}-{slots[-1]}"
+    name = str(stage.workers[0]) if gpus else stage.workers[0].node
+    if len(slots) > 1:
+        name += f"-{slots[-1]}"
     memory = f"{format_bytes(peak)} {100 * peak / limit:.0f}%"
-    return [stage.workers[0].node, layers, *([device] if gpus else []), memory]
+    return [name, layers, memory]
 
 
 def _boxes(columns: Sequence[Sequence[str]], nodes: Sequence[str], width: int) -> list[str]:
@@ -117,13 +119,7 @@ def _row(columns: Sequence[Sequence[str]], nodes: Sequence[str], row: Sequence[i
     several = len(set(nodes)) < len(nodes)
     lines = []
     for index in range(len(columns[0])):
-        cells = []
-        for number in row:
-            text = columns[number][index]
-            # A node's name is above the first of its stages.
-            if index == 0 and number != row[0] and nodes[number] == nodes[number - 1]:
-                text = ""
-            cells.append(text.ljust(max(map(len, columns[number]))))
+        cells = [columns[n][index].ljust(max(map(len, columns[n]))) for n in row]
         line = "  | " + cells[0]
         for number, cell in zip(row[1:], cells[1:], strict=True):
             line += " || " if several and nodes[number] != nodes[number - 1] else " | "

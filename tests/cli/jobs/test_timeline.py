@@ -110,7 +110,7 @@ def test_what_a_gpu_computes_has_a_column_and_a_thread() -> None:
     ]
     assert summary(trace).startswith("step 7, step 8 of 2 workers, ")
     names = [e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name"]
-    assert names[1] == "rank 0, device: pipeline 0, stage 0"
+    assert names[1] == "n1/0 (rank 0), device: pipeline 0, stage 0"
     forwards = [e for e in trace["traceEvents"] if e["name"] == "forward 3"]
     assert [(e["ts"], e["dur"]) for e in forwards if e["cat"] == "device"] == [
         (74_000.0, 7_000.0),

@@ -116,8 +116,10 @@ def test_status_of_a_job_draws_the_routes_of_a_plan_without_whole_pipelines() ->
             pb.Route(hops=[first[0], other], first_microbatch=5, microbatches=1),
         ],
     )
-    shown = text.job_text(job(plan=plan, policy="reroute", then="templates"))
-    assert "policy      reroute, then templates at a step boundary" in shown
+    asked = job(plan=plan, policy="auto", plan_policy="reroute", then="templates", generation=3)
+    shown = text.job_text(asked)
+    assert "\npolicy      auto\n" in shown
+    assert "\ngeneration  3 by reroute, then templates at a step boundary; 0 reconf" in shown
     assert "route 0  0-4            n1 [0..4] -> n2/1 [5..9]" in shown
     assert "route 1  5              n1 [0..4] -> n4 [5..9]" in shown
     assert "pipeline" not in shown
@@ -184,7 +186,8 @@ def test_status_of_a_job_tells_when_the_next_loss_is_expected() -> None:
     outlook = pb.Outlook(losses_per_node_day=0.5, next_loss_s=43_200, prior_mtbf_s=30 * 86_400)
     job = pb.JobStatus(outlook=outlook)
     assert text.outlook(job) == (
-        "in about 12 h 00 min; one node: every 2 days (none seen lately; recovery.mtbf is 30 days)"
+        "in about 12 h 00 min; one node: about every 2 days (none seen lately; recovery.mtbf is 30 "
+        "days)"
     )
     job.outlook.seen, job.outlook.back_s = 3.04, 600
     assert text.outlook(job).endswith(
@@ -213,7 +216,7 @@ def test_all_of_a_job_is_done_when_its_last_step_is() -> None:
 def test_progress_line() -> None:
     assert progress_line(job()) == (
         "running  step 57/200  loss 2.3457  12,346 tokens/s  2 nodes (2)  generation 3  "
-        "1 min 15 s to go"
+        "~1 min 15 s to go"
     )
     assert "  loss 2.3457  9 skipped  12,346 tokens/s" in progress_line(job(skipped_steps=9))
 
@@ -229,15 +232,15 @@ def test_the_progress_line_leaves_out_what_matters_least_and_keeps_how_long_it_w
         eta_s=12345.6,
     )
     assert progress_line(full, 79) == (
-        "running  step 41200/100000  loss 2.3457  1,234,568 tokens/s  3 h 26 min to go"
+        "running  step 41200/100000  loss 2.3457  1,234,568 tokens/s  ~3 h 26 min to go"
     )
     assert progress_line(full, 160) == progress_line(full)
-    assert progress_line(full, 50) == "running  step 41200/100000  3 h 26 min to go"
+    assert progress_line(full, 50) == "running  step 41200/100000  ~3 h 26 min to go"
     for width in range(16, 160):
         line = progress_line(full, width)
         assert len(line) <= width
         assert line.startswith("running  step")
-        assert ("to go" in line) == (width >= 44)
+        assert ("to go" in line) == (width >= 45)
 
 
 def test_the_progress_line_says_why_before_all_but_the_step() -> None:
@@ -511,7 +514,7 @@ def test_a_slow_workers_cause_stands_beside_its_pace() -> None:
         pb.WorkerStatus(slot=2, rate=0.5),
     ]
     shown = text.nodes_table([pb.NodeInfo(node="n1", state="live", workers=workers)])
-    assert "  1: 0.61 (too hot, 1200 of 1980 MHz), 2: 0.50  " in shown
+    assert "  n1/1: 0.61 (too hot, 1200 of 1980 MHz), n1/2: 0.50  " in shown
     assert "power limit" not in shown
 
 

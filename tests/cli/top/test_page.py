@@ -52,7 +52,7 @@ JOB = pb.JobStatus(
     plan=PLAN,
     generation=2,
     can_lose=1,
-    policy="templates",
+    plan_policy="templates",
     checkpoint="/saved/50",
     checkpoint_step=50,
 )

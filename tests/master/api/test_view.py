@@ -346,7 +346,7 @@ def test_what_is_not_worth_a_change_follows_no_more() -> None:
     assert job_status(player.state, job, CONFIG, 2.3).then == "normalise"
     player.play("2.4 steps 6 6 2\n")
     status = job_status(player.state, job, CONFIG, 2.5)
-    assert (status.state, status.policy, status.then, status.reason) == (
+    assert (status.state, status.plan_policy, status.then, status.reason) == (
         "running",
         "reroute",
         "",
@@ -364,13 +364,13 @@ def test_a_re_routed_plan_is_told_with_its_routes_and_what_workers_hold() -> Non
     )
     job = player.state.jobs[JobId("demo-1")]
     before = job_status(player.state, job, CONFIG, 1.0)
-    assert (before.policy, before.then) == ("templates", "")
+    assert (before.policy, before.plan_policy, before.then) == ("auto", "templates", "")
     assert not before.plan.routes
     assert not before.plan.holds
 
     player.play("2.0 close n3\n2.01 peer_lost n4/0 1\n2.1 enter 2 n1 n2 n4 n5 n6\n")
     status = job_status(player.state, job, CONFIG, 2.2)
-    assert (status.policy, status.then) == ("reroute", "templates")
+    assert (status.policy, status.plan_policy, status.then) == ("auto", "reroute", "templates")
     ways = [
         (
             [hop.workers[0].node for hop in route.hops],

@@ -109,8 +109,8 @@ def test_wish_that_came_too_late_is_repeated_with_more_time() -> None:
     trace = json.loads(text)
     titles = [e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name"]
     assert titles == [
-        "rank 0: pipeline 0, stage 0, layers 0-2",
-        "rank 1: pipeline 0, stage 1, layers 3-7",
+        "n0/0 (rank 0): pipeline 0, stage 0, layers 0-2",
+        "n1/0 (rank 1): pipeline 0, stage 1, layers 3-7",
     ]
     for clock in trace["otherData"]["clocks"].values():
         assert clock["offset_us"] == pytest.approx(-3600e6, abs=1.001 * clock["within_us"])

@@ -176,11 +176,10 @@ def test_gpus_of_a_node_stand_together_and_equal_pipelines_are_drawn_once() -> N
     profile = profile_of([0.1] * 8, gpus=(1, 2, 3), gpus_per_node=3, memory=10000)
     outcome = Outcome(plan=plan, choice=choose_schedule(plan, profile))
     text = draw(outcome, profile).splitlines()
-    assert text[:9] == [
+    assert text[:8] == [
         "7 x pipeline: 2 nodes, 40 micro-batches each",
-        "  | n0          |             || n2         |",
+        "  | n0/0-1      | n0/2        || n2/0-2     |",
         "  | layers 0-1  | layers 2-4  || layers 5-7 |",
-        "  | slots 0-1   | slot 2      || slots 0-2  |",
         "  | 1.0 KiB 10% | 3.0 KiB 31% || 1010 B 10% |",
         "  the same: pipeline 1 (n3, n5), 2 (n6, n8), 3 (n9, n11) and 3 more",
         "pipeline 7: 1 node, micro-batches 280-319",

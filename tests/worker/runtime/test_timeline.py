@@ -261,7 +261,7 @@ def test_chrome_trace_has_a_thread_per_worker_on_one_clock() -> None:
     events = trace["traceEvents"]
     named = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert set(named) == {(0, 0), (0, 1), (1, 0)}
-    assert named[1, 0] == "rank 2: pipeline 0, stage 0"
+    assert named[1, 0] == "n2/0 (rank 2): pipeline 0, stage 0"
     steps = {(e["pid"], e["tid"]): (e["ts"], e["dur"]) for e in events if e["ph"] == "X"}
     assert steps == {(0, 0): (0.0, 5.0), (0, 1): (2.0, 5.0), (1, 0): (0.0, 5.0)}
     sums = [(e["ph"], e["ts"]) for e in events if e.get("cat") == "sum" and e["pid"] == 1]
