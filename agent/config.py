@@ -4,12 +4,14 @@ Workers get the variables that they need or that the operator names: jobs run an
 anything, so no secret of the agent's environment may reach them.
 """
 
+import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 from oobleck.core.ids import NodeName, check_name
+from oobleck.core.job.code import CodePolicy
 from oobleck.core.messages import FaultRule
 from oobleck.host.gpu.devices import Gpu, device_kind
 from oobleck.host.versions import Versions
@@ -127,6 +129,13 @@ class AgentConfig:
     def device_kind(self) -> str:
         """Name of the device that one worker computes on."""
         return device_kind(self.gpus, self.worker_slots, self.environment)
+
+    @property
+    def code(self) -> CodePolicy:
+        """Jobs' code that the node runs, with each directory also as it is without links."""
+        links = {os.path.realpath(one) for one in self.allow_code if os.sep in one}
+        allows = tuple(sorted({*self.allow_code, *links}))
+        return CodePolicy(accepts=self.accept_code, allows=allows)
 
     def gpu_of(self, slot: int) -> Gpu | None:
         """Return the only GPU that the worker of `slot` sees; None: it computes on CPUs."""

@@ -17,14 +17,12 @@ from click.shell_completion import CompletionItem, get_completion_class
 from oobleck.core.units import parse_seconds
 from oobleck.host.address import split_address, split_addresses
 from oobleck.host.display import inline
-from oobleck.host.ipc.endpoint import Endpoint, choose_endpoint
+from oobleck.host.ipc.endpoint import DEFAULT_MASTER, Endpoint, choose_endpoint
 from oobleck.host.security.credentials import Credentials
 
 if TYPE_CHECKING:
     from oobleck.cli.client import MasterClient
 
-
-DEFAULT_MASTER = "127.0.0.1:4600"
 
 _CREDENTIALS = "oobleck.credentials"
 _INSECURE = "oobleck.insecure"
@@ -164,6 +162,16 @@ def set_option(function: F) -> F:
         metavar="KEY=VALUE",
         help="Replace a value of the job file, such as training.microbatch=4; null removes a "
         "section such as resources or checkpoint. May be repeated.",
+    )(function)
+
+
+def pack_option(function: F) -> F:
+    return click.option(
+        "--pack/--no-pack",
+        default=True,
+        show_default=True,
+        help="Whether code beside the job file goes with the job. Without, nodes read it at the "
+        "same path.",
     )(function)
 
 

@@ -20,7 +20,7 @@ import zlib
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from oobleck.core.job.model import OwnModelSpec
 from oobleck.core.job.optimization import OptimizerSpec
@@ -124,24 +124,34 @@ def is_carried(python: str | None, path: str | None, modules: Collection[str]) -
     return python is not None and path is None and re.split("[.:]", python)[0] in modules
 
 
+class Placing(Protocol):
+    """Function that gives a part of a job another place of its code."""
+
+    def __call__(self, spec: S, /) -> S: ...
+
+
 def unpacked_in(job: JobSpec, folder: str, modules: Collection[str]) -> JobSpec:
     """Return the job of a machine that has the wheel's `modules` in `folder`."""
 
-    def placed(spec: S) -> S:
+    def unpacked(spec: S) -> S:
         if not is_carried(spec.python, spec.path, modules):
             return spec
         return dataclasses.replace(spec, path=folder)
 
+    return dataclasses.replace(placed(job, unpacked), code=None)
+
+
+def placed(job: JobSpec, place: Placing) -> JobSpec:
+    """Return the job with its model, data and optimizer as `place` gives them."""
     model, evaluation, training = job.model, job.evaluation, job.training
     if evaluation is not None and evaluation.data is not None:
-        evaluation = dataclasses.replace(evaluation, data=placed(evaluation.data))
+        evaluation = dataclasses.replace(evaluation, data=place(evaluation.data))
     return dataclasses.replace(
         job,
-        code=None,
-        model=placed(model) if isinstance(model, OwnModelSpec) else model,
-        data=placed(job.data),
+        model=place(model) if isinstance(model, OwnModelSpec) else model,
+        data=place(job.data),
         evaluation=evaluation,
-        training=dataclasses.replace(training, optimizer=placed(training.optimizer)),
+        training=dataclasses.replace(training, optimizer=place(training.optimizer)),
     )
 
 

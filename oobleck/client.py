@@ -21,9 +21,10 @@ from oobleck.cli.jobs.follow import Away, follow_events, follow_metrics
 from oobleck.cli.jobs.submit import send
 from oobleck.core.codec import decode
 from oobleck.core.ids import JobId
+from oobleck.core.job.spec import JobSpec
 from oobleck.core.messages import StepRecord
 from oobleck.errors import InvalidJob, JobFailed, Refused, from_command
-from oobleck.host.ipc.endpoint import Endpoint, choose_endpoint
+from oobleck.host.ipc.endpoint import DEFAULT_MASTER, Endpoint, choose_endpoint
 from oobleck.records import Checkpoint, JobStatus, Node, job_status, node
 
 log = logging.getLogger(__name__)
@@ -57,16 +58,20 @@ class Client:
     def close(self) -> None:
         self._master.close()
 
-    def submit(self, job: str | Path | Mapping[str, Any], *, set: Sequence[str] = ()) -> JobId:
+    def submit(
+        self, job: str | Path | Mapping[str, Any], *, set: Sequence[str] = (), pack: bool = True
+    ) -> JobId:
         """Queue a job. Raises InvalidJob.
 
         `job`: the path of a job file, or its content; relative paths are relative to its folder, or
-        to the working directory. `set`: KEY=VALUE, as `--set` of the command.
+        to the working directory. `set`: KEY=VALUE, as `--set` of the command. `pack`: the code in
+        that folder goes along, as with the command.
         """
         try:
             with from_command():
-                spec = _read(job, set)
-                reply = send(self._master, spec, job_file.read_profile(spec))
+                spec, base = _read(job, set)
+                profile = job_file.read_profile(spec)
+                reply = send(self._master, spec, profile, base, pack=pack, say=log.info)
         except Refused as refused:
             raise InvalidJob(str(refused)) from refused
         if reply.warning:
@@ -154,7 +159,7 @@ class Client:
 
 def _endpoint(master: str | None, credentials: str | Path | None) -> Endpoint:
     """Return the endpoint that the command would find. Raises Refused."""
-    address = master or os.environ.get("OOBLECK_MASTER") or options.DEFAULT_MASTER
+    address = master or os.environ.get("OOBLECK_MASTER") or DEFAULT_MASTER
     folder = credentials or os.environ.get("OOBLECK_CREDENTIALS") or None
     try:
         options.check_master(address)
@@ -165,19 +170,21 @@ def _endpoint(master: str | None, credentials: str | Path | None) -> Endpoint:
         raise Refused(str(error)) from error
 
 
-def _read(job: str | Path | Mapping[str, Any], overrides: Sequence[str]) -> Any:
+def _read(job: str | Path | Mapping[str, Any], overrides: Sequence[str]) -> tuple[JobSpec, Path]:
+    """Return the job, and the folder that its relative paths start from."""
     if not isinstance(job, Mapping):
         if not isinstance(job, str | os.PathLike):
             what = type(job).__name__
             raise InvalidJob(
                 f"the job is {what}; give a job file's path, or its content as a mapping"
             )
-        return job_file.read_job(Path(job), overrides)
+        return job_file.read_job(Path(job), overrides), job_file.folder_of(Path(job))
     try:
         text = json.dumps(_plain(job, ""))  # JSON is YAML
     except RecursionError:
         raise InvalidJob("the job: a part of it contains itself; remove that reference") from None
-    return job_file.job_of_text(text, overrides, source="the job", base=Path.cwd())
+    base = Path.cwd()
+    return job_file.job_of_text(text, overrides, source="the job", base=base), base
 
 
 def _plain(value: Any, key: str) -> Any:

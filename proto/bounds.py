@@ -62,6 +62,7 @@ _LINES = frozenset(
         "Register.address",
         "Register.device_kind",
         "Register.boot",
+        "CodePolicy.allows",
         "Versions.oobleck",
         "Versions.python",
         "Versions.torch",

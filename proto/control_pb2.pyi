@@ -89,7 +89,7 @@ class AgentMessage(_message.Message):
     def __init__(self, incarnation: _Optional[str] = ..., register: _Optional[_Union[Register, _Mapping]] = ..., status: _Optional[_Union[NodeStatus, _Mapping]] = ..., report: _Optional[bytes] = ..., records: _Optional[_Union[StepRecords, _Mapping]] = ..., log: _Optional[_Union[LogLines, _Mapping]] = ..., recorded: _Optional[_Union[Recorded, _Mapping]] = ..., clock: _Optional[_Union[ClockRead, _Mapping]] = ..., examined: _Optional[_Union[Examined, _Mapping]] = ..., job_told: _Optional[_Union[JobTold, _Mapping]] = ...) -> None: ...
 
 class Register(_message.Message):
-    __slots__ = ("protocol", "newest_protocol", "node", "hostname", "address", "pid", "worker_slots", "device", "memory_per_worker_bytes", "status", "device_kind", "running", "versions", "acted_on", "boot")
+    __slots__ = ("protocol", "newest_protocol", "node", "hostname", "address", "pid", "worker_slots", "device", "memory_per_worker_bytes", "status", "device_kind", "running", "versions", "acted_on", "boot", "code")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     NEWEST_PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     NODE_FIELD_NUMBER: _ClassVar[int]
@@ -105,6 +105,7 @@ class Register(_message.Message):
     VERSIONS_FIELD_NUMBER: _ClassVar[int]
     ACTED_ON_FIELD_NUMBER: _ClassVar[int]
     BOOT_FIELD_NUMBER: _ClassVar[int]
+    CODE_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     newest_protocol: int
     node: str
@@ -120,7 +121,16 @@ class Register(_message.Message):
     versions: Versions
     acted_on: Head
     boot: str
-    def __init__(self, protocol: _Optional[int] = ..., newest_protocol: _Optional[int] = ..., node: _Optional[str] = ..., hostname: _Optional[str] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., worker_slots: _Optional[int] = ..., device: _Optional[str] = ..., memory_per_worker_bytes: _Optional[int] = ..., status: _Optional[_Union[NodeStatus, _Mapping]] = ..., device_kind: _Optional[str] = ..., running: _Optional[_Union[Assignment, _Mapping]] = ..., versions: _Optional[_Union[Versions, _Mapping]] = ..., acted_on: _Optional[_Union[Head, _Mapping]] = ..., boot: _Optional[str] = ...) -> None: ...
+    code: CodePolicy
+    def __init__(self, protocol: _Optional[int] = ..., newest_protocol: _Optional[int] = ..., node: _Optional[str] = ..., hostname: _Optional[str] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., worker_slots: _Optional[int] = ..., device: _Optional[str] = ..., memory_per_worker_bytes: _Optional[int] = ..., status: _Optional[_Union[NodeStatus, _Mapping]] = ..., device_kind: _Optional[str] = ..., running: _Optional[_Union[Assignment, _Mapping]] = ..., versions: _Optional[_Union[Versions, _Mapping]] = ..., acted_on: _Optional[_Union[Head, _Mapping]] = ..., boot: _Optional[str] = ..., code: _Optional[_Union[CodePolicy, _Mapping]] = ...) -> None: ...
+
+class CodePolicy(_message.Message):
+    __slots__ = ("accepts", "allows")
+    ACCEPTS_FIELD_NUMBER: _ClassVar[int]
+    ALLOWS_FIELD_NUMBER: _ClassVar[int]
+    accepts: bool
+    allows: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, accepts: _Optional[bool] = ..., allows: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Head(_message.Message):
     __slots__ = ("cluster", "history", "term", "begun_by", "sequence", "start")
@@ -823,7 +833,7 @@ class ListNodesReply(_message.Message):
     def __init__(self, nodes: _Optional[_Iterable[_Union[NodeInfo, _Mapping]]] = ..., problem: _Optional[str] = ..., head: _Optional[_Union[HeadStatus, _Mapping]] = ...) -> None: ...
 
 class NodeInfo(_message.Message):
-    __slots__ = ("node", "state", "reason", "hostname", "address", "pid", "worker_slots", "device", "memory_per_worker_bytes", "job_id", "generation", "last_heard_s", "heard_before", "workers", "failures", "versions", "protocol")
+    __slots__ = ("node", "state", "reason", "hostname", "address", "pid", "worker_slots", "device", "memory_per_worker_bytes", "job_id", "generation", "last_heard_s", "heard_before", "workers", "failures", "versions", "protocol", "code")
     NODE_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
@@ -841,6 +851,7 @@ class NodeInfo(_message.Message):
     FAILURES_FIELD_NUMBER: _ClassVar[int]
     VERSIONS_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    CODE_FIELD_NUMBER: _ClassVar[int]
     node: str
     state: str
     reason: str
@@ -858,7 +869,8 @@ class NodeInfo(_message.Message):
     failures: int
     versions: Versions
     protocol: int
-    def __init__(self, node: _Optional[str] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., hostname: _Optional[str] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., worker_slots: _Optional[int] = ..., device: _Optional[str] = ..., memory_per_worker_bytes: _Optional[int] = ..., job_id: _Optional[str] = ..., generation: _Optional[int] = ..., last_heard_s: _Optional[float] = ..., heard_before: _Optional[bool] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., failures: _Optional[int] = ..., versions: _Optional[_Union[Versions, _Mapping]] = ..., protocol: _Optional[int] = ...) -> None: ...
+    code: CodePolicy
+    def __init__(self, node: _Optional[str] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., hostname: _Optional[str] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., worker_slots: _Optional[int] = ..., device: _Optional[str] = ..., memory_per_worker_bytes: _Optional[int] = ..., job_id: _Optional[str] = ..., generation: _Optional[int] = ..., last_heard_s: _Optional[float] = ..., heard_before: _Optional[bool] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., failures: _Optional[int] = ..., versions: _Optional[_Union[Versions, _Mapping]] = ..., protocol: _Optional[int] = ..., code: _Optional[_Union[CodePolicy, _Mapping]] = ...) -> None: ...
 
 class EventsRequest(_message.Message):
     __slots__ = ("job_id", "follow")

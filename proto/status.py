@@ -1,6 +1,7 @@
 """Conversion of an agent's registration and status to messages and back."""
 
 from oobleck.core.ids import Generation, check_name
+from oobleck.core.job.code import CodePolicy
 from oobleck.core.units import head
 from oobleck.host.versions import Versions
 from oobleck.proto import control_pb2 as pb
@@ -58,12 +59,24 @@ def register_message(registration: Registration) -> pb.Register:
         facts,
         protocol=registration.protocol,
         versions=message_of(pb.Versions, facts.versions),
+        code=code_message(facts.code),
         status=status_message(registration.status),
         running=assignment_message(running) if running is not None else None,
         acted_on=(
             head_message(registration.acted_on) if registration.acted_on is not None else None
         ),
     )
+
+
+def code_message(code: CodePolicy | None) -> pb.CodePolicy | None:
+    return None if code is None else message_of(pb.CodePolicy, code)
+
+
+def read_code(message: pb.Register | pb.NodeInfo) -> CodePolicy | None:
+    """Read which code of jobs a node runs; None: its agent did not tell."""
+    if not message.HasField("code"):
+        return None
+    return struct_of(CodePolicy, message.code, allows=tuple(message.code.allows))
 
 
 def _read_running(message: pb.Register) -> Assignment | None:
@@ -98,6 +111,7 @@ def _read_facts(message: pb.Register, incarnation: str) -> NodeFacts:
         message,
         incarnation=read_incarnation(incarnation),
         versions=struct_of(Versions, message.versions),
+        code=read_code(message),
     )
 
 

@@ -6,6 +6,7 @@ The other modules of this package convert them to messages and back. Must not kn
 import msgspec
 
 from oobleck.core.ids import Generation, Incarnation, JobId, NodeName
+from oobleck.core.job.code import CodePolicy
 from oobleck.core.job.spec import JobSpec
 from oobleck.core.messages import Assign, Measure, Report
 from oobleck.host.versions import Versions
@@ -66,6 +67,8 @@ class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
     newest_protocol: int = OLDEST
     #: Id of its host's boot; empty: unknown.
     boot: str = ""
+    #: Jobs' code that the node runs; None: unknown.
+    code: CodePolicy | None = None
 
     def outlives(self, known: "NodeFacts") -> bool:
         """Return whether the host was booted again since the agent of `known` started there, so

@@ -286,6 +286,7 @@ class Session:
             versions=self._config.versions,
             newest_protocol=NEWEST,
             boot=boot_id(),
+            code=self._config.code,
         )
         registration = Registration(
             protocol=OLDEST,

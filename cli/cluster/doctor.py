@@ -24,7 +24,7 @@ from oobleck.host.display import inline
 from oobleck.host.doctor import gpus as host_gpus
 from oobleck.host.doctor.process import Doctor
 from oobleck.host.gpu.devices import GpuReport, chosen_gpus, find_gpus, worker_environment
-from oobleck.host.ipc.endpoint import Endpoint
+from oobleck.host.ipc.endpoint import DEFAULT_MASTER, Endpoint
 from oobleck.host.system.process import completed, with_parent
 from oobleck.proto import control_pb2 as pb
 
@@ -79,7 +79,7 @@ _HANGS = (
     envvar="OOBLECK_MASTER",
     show_envvar=True,
     metavar="HOST:PORT",
-    help=f"The master to ask.  [default: {options.DEFAULT_MASTER}, or this host if none answers]",
+    help=f"The master to ask.  [default: {DEFAULT_MASTER}, or this host if none answers]",
 )
 @options.credential_options
 @options.form_options("One JSON object: findings (check, level, what, fix, node, ...) and seconds.")
@@ -117,7 +117,7 @@ def doctor(
         if nodes or pairs:
             raise click.UsageError("--here: checks only this host; leave --node and --pairs out")
         return show(of_host(question), form)
-    endpoint = options.endpoint(ctx, ctx.command.params[0], master or options.DEFAULT_MASTER)
+    endpoint = options.endpoint(ctx, ctx.command.params[0], master or DEFAULT_MASTER)
     assert endpoint is not None, "an address was given"
     try:
         return show(of_cluster(endpoint, question), form)

@@ -14,12 +14,11 @@ import click
 import psutil
 
 from oobleck.cli.cluster.cluster import Cluster
-from oobleck.cli.options import DEFAULT_MASTER
 from oobleck.core.units import enough_bytes, format_bytes
 from oobleck.host.address import split_address
 from oobleck.host.command import USAGE, CommandFailed
 from oobleck.host.detection import MODES, Mode
-from oobleck.host.ipc.endpoint import check_insecure
+from oobleck.host.ipc.endpoint import DEFAULT_MASTER, check_insecure
 from oobleck.host.security.credentials import make_private
 from oobleck.host.system.files import below_home
 from oobleck.host.system.process import end_signals

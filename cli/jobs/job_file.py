@@ -130,6 +130,11 @@ def read_form(path: Path, overrides: Sequence[str]) -> JobSpec:
     return _formed(read_text(path, JOB_FILE), overrides, source, base, {})
 
 
+def folder_of(path: Path) -> Path:
+    """Return the folder that relative paths in the job file start from."""
+    return _place(path)[1]
+
+
 def _place(path: Path) -> tuple[str, Path]:
     """Return the file's name in messages, and the folder that its relative paths start from."""
     if str(path) == "-":

@@ -6,6 +6,7 @@ import shutil
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO
 
@@ -15,9 +16,10 @@ from oobleck.cli.client import MasterClient
 from oobleck.cli.jobs.checkpoint import take
 from oobleck.cli.jobs.checks import all_here, check_checkpoints, check_inputs
 from oobleck.cli.jobs.follow import follow_events, follow_status, ignore, merged
-from oobleck.cli.jobs.job_file import read_job, read_profile
+from oobleck.cli.jobs.job_file import folder_of, read_job, read_profile
 from oobleck.cli.jobs.own_code import sent_text, tell
-from oobleck.cli.options import job_argument, master_option, set_option
+from oobleck.cli.jobs.packing import packed
+from oobleck.cli.options import job_argument, master_option, pack_option, set_option
 from oobleck.cli.output.events import event_line
 from oobleck.cli.output.text import ENDED, progress_line
 from oobleck.core.job.spec import JobSpec
@@ -34,30 +36,48 @@ _TRAINS = ("running", "reconfiguring")
 @click.argument("job_file", metavar="JOB.yaml", type=click.Path(dir_okay=False, path_type=Path))
 @set_option
 @click.option("--follow", "following", is_flag=True, help="Show progress until the job has ended.")
+@pack_option
 @master_option
-def submit(job_file: Path, overrides: tuple[str, ...], following: bool, master: Endpoint) -> int:
+def submit(
+    job_file: Path, overrides: tuple[str, ...], following: bool, pack: bool, master: Endpoint
+) -> int:
     """Queue the job that JOB.yaml (- for standard input) describes and print its id.
 
-    Relative paths in it start from its folder; its data is needed only on the nodes. With --follow
-    the exit code is 1 if the job fails or is cancelled; Ctrl-C stops following, not the job.
+    Relative paths in it start from its folder; its data is needed only on the nodes. The code
+    beside it goes along, unless all nodes are on this machine. With --follow the exit code is 1 if
+    the job fails or is cancelled; Ctrl-C stops following, not the job.
     """
     job = read_job(job_file, overrides)
     profile = read_profile(job)
     with MasterClient(master) as connection:
-        reply = send(connection, job, profile)
+        reply = send(connection, job, profile, folder_of(job_file), pack=pack)
         _tell_id(reply.job_id)
         if reply.warning:
             click.echo(inline(f"oobleck: warning: {reply.warning}"), err=True)
         return _follow(connection, reply.job_id) if following else 0
 
 
-def send(connection: MasterClient, job: JobSpec, profile: str) -> pb.SubmitReply:
-    """Submit a job; `profile`: text of the profile file that it names. Raise CommandFailed."""
-    if all_here(connection.nodes()):
+def send(
+    connection: MasterClient,
+    job: JobSpec,
+    profile: str,
+    base: Path,
+    *,
+    pack: bool,
+    say: Callable[[str], None] = tell,
+) -> pb.SubmitReply:
+    """Submit a job, with its code where nodes need that. Raise CommandFailed.
+
+    `profile`: text of the profile file that it names. `base`: folder of its file.
+    """
+    nodes = connection.nodes()
+    if all_here(nodes):
         for doubt in check_inputs(job):
             tell(f"warning: {doubt}")
         check_checkpoints(job)
-    return connection.submit(sent_text(connection, job), secrets.token_hex(16), profile=profile)
+    with packed(job, base, nodes, pack=pack, say=say) as sent:
+        text = sent_text(connection, sent)
+    return connection.submit(text, secrets.token_hex(16), profile=profile)
 
 
 def _tell_id(job_id: str) -> None:

@@ -20,24 +20,24 @@ import click
 from oobleck.cli.cluster.cluster import Cluster
 from oobleck.cli.cluster.local import check_room, interrupts
 from oobleck.cli.jobs.checks import all_here, check_inputs
-from oobleck.cli.jobs.job_file import read_job
+from oobleck.cli.jobs.job_file import folder_of, read_job
 from oobleck.cli.jobs.own_code import sent_text
+from oobleck.cli.jobs.packing import packed
 from oobleck.cli.options import (
-    DEFAULT_MASTER,
     credential_options,
     endpoint,
     json_option,
+    pack_option,
     set_option,
 )
 from oobleck.cli.reading.timeline import record, summary, write
 from oobleck.core.units import count, format_bytes
 from oobleck.host.command import FAILED, USAGE, CommandFailed
 from oobleck.host.display import inline, printable
-from oobleck.host.ipc.endpoint import Endpoint
+from oobleck.host.ipc.endpoint import DEFAULT_MASTER, Endpoint
 
 if TYPE_CHECKING:
     from oobleck.cli.client import MasterClient
-    from oobleck.core.job.spec import JobSpec
     from oobleck.core.profile import LayerProfile, Profile
 
 #: Two, so that there is a link to measure.
@@ -95,6 +95,7 @@ Exit codes: 0 done, 1 it could not be measured or written, 2 wrong usage or a re
     metavar="K",
     help="Steps in the timeline.  [default: 1]",
 )
+@pack_option
 @json_option("The profile as one JSON object.")
 def profile(
     job_file: Path | None,
@@ -105,6 +106,7 @@ def profile(
     timeline: Path | None,
     job_id: str | None,
     steps: int | None,
+    pack: bool,
     as_json: bool,
 ) -> int:
     """Measure seconds and bytes per layer of the model of JOB.yaml, and the links.
@@ -139,10 +141,15 @@ def profile(
         from oobleck.cli.jobs.follow import AWAY_S
 
         with MasterClient(found) as connection:
-            if master is not None and all_here(connection.nodes()):
-                check_inputs(job)
-            # A master started by this command does not return.
-            text = _measure(connection, job, patience_s=0.0 if master is None else AWAY_S)
+            if master is None:  # the master does not return
+                text = _measure(connection, sent_text(connection, job), patience_s=0.0)
+            else:
+                nodes = connection.nodes()
+                if all_here(nodes):
+                    check_inputs(job)
+                with packed(job, folder_of(job_file), nodes, pack=pack, say=_say) as sent:
+                    sent_job = sent_text(connection, sent)
+                text = _measure(connection, sent_job, patience_s=AWAY_S)
     if missing := json.loads(text).get("measured", {}).get("missing"):
         _say(f"warning: the measurement is incomplete: {'; '.join(missing)}")
     if output is not None:
@@ -210,10 +217,10 @@ def _write(output: Path, text: str) -> None:
     _say(f"written to {output}")
 
 
-def _measure(connection: "MasterClient", job: "JobSpec", *, patience_s: float) -> str:
-    """Return the profile's text. If this ends earlier, the measurement is cancelled."""
-    text = sent_text(connection, job)
-    job_id = connection.submit(text, secrets.token_hex(16), profile_only=True).job_id
+def _measure(connection: "MasterClient", job: str, *, patience_s: float) -> str:
+    """Return the profile's text. `job`: the job's text. If this ends earlier, the measurement is
+    cancelled."""
+    job_id = connection.submit(job, secrets.token_hex(16), profile_only=True).job_id
     done = False
     try:
         text = _await_profile(connection, job_id, patience_s)

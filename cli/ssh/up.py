@@ -44,6 +44,12 @@ _LOOK_S = 2.0
 _OURS = ("--master", "--name", "--credentials", "--token-file", "--insecure")
 
 
+#: Options about code of jobs, and what is said without any.
+_CODE = ("--accept-code", "--no-accept-code", "--allow-code")
+_NO_CODE = (
+    "note: these agents run no code that comes with jobs; 'oobleck up {file} -- --accept-code' "
+    "lets every operator's jobs run theirs (--no-accept-code: no note)"
+)
 @click.command(
     epilog="Exit codes: 0 all hosts are up, 1 not all of them (each line says why), 2 wrong usage, "
     "4 no master answers, 5 denied."
@@ -137,6 +143,8 @@ def up(
         )
         return exit_code(
             asyncio.run(on_each(hosts, bringing.up, parallel=parallel, as_json=as_json))
+        if not as_json and not any(one.startswith(_CODE) for one in agent_options):
+            click.echo(f"oobleck: {_NO_CODE.format(file=file)}", err=True)
         )
 
 

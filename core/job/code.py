@@ -1,15 +1,17 @@
 """Code of the user that a job names: a function that makes a model, a data set or an optimizer.
 
-Owns how such code is named, and which names are refused on every node. Loads nothing;
-`oobleck.worker.runtime.code` does.
+Owns how such code is named, which names are refused on every node, and which a node refuses by its
+agent's flags. Loads nothing; `oobleck.worker.runtime.code` does.
 """
 
 import re
 import sys
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Annotated, NewType
 
-from msgspec import Meta
+from msgspec import Meta, Struct
 
 #: A mapping of the job file, kept as the JSON text of it.
 Json = NewType("Json", Annotated[str, Meta(extra={"mapping": True})])
@@ -25,6 +27,8 @@ TORCH_OPTIM = "torch.optim"
 _NOT_THE_USERS = frozenset({"oobleck", "pip", "setuptools", "pytest", "click", "fsspec"})
 
 
+#: Allows any module, from anywhere.
+ANY = "*"
 #: Names of the running program's own module, which workers cannot import.
 _NO_MODULES = ("__main__", "__mp_main__")
 
@@ -48,6 +52,45 @@ class Code:
     def module(self) -> str:
         """Module that has the function, where the code is a function."""
         return self.name.partition(":")[0]
+
+
+def is_allowed(code: Code, prefixes: Collection[str]) -> bool:
+    """Return whether an agent that allows these packages and directories lets its workers load the
+    function. Paths are compared as they are written."""
+    if code.group is not None or code.ours:
+        return True
+    if code.path is not None:
+        above = {code.path, *map(str, PurePath(code.path).parents)}
+        return any(prefix == ANY or prefix in above for prefix in prefixes)
+    return code.module == TORCH_OPTIM or any(
+        prefix == ANY or f"{code.module}.".startswith(f"{prefix}.") for prefix in prefixes
+    )
+
+
+class CodePolicy(Struct, frozen=True, kw_only=True):
+    """Jobs' code that a node runs, by its agent's flags."""
+
+    #: Whether it takes a wheel that comes with a job.
+    accepts: bool = False
+    #: Packages and directories whose functions jobs may load; *: any.
+    allows: tuple[str, ...] = ()
+
+    def why_not(self, functions: Iterable[Code], *, brought: bool) -> str:
+        """Return why the node does not run these functions of a job, and the flag to give; empty:
+        it does. `brought`: the job has a wheel, for functions without a path."""
+        if brought and not self.accepts:
+            return (
+                "no code that comes with a job runs there; start the agent with --accept-code "
+                "(where 'oobleck up' did: oobleck up HOSTS.txt -- --accept-code)"
+            )
+        for code in functions:
+            if not (code.path is None and brought) and not is_allowed(code, self.allows):
+                return (
+                    f"jobs may not load {code.name} there; start the agent with --allow-code "
+                    f"{code.module if code.path is None else code.path}, or install the code as a "
+                    "plugin (an entry point)"
+                )
+        return ""
 
 
 def check_code(*, plugin: str | None, python: str | None, path: str | None) -> None:

@@ -11,7 +11,7 @@ from msgspec import Meta
 from oobleck.core.ids import check_name
 from oobleck.core.job.checks import MOST, MOST_PATH, Count, NotNegative, check_paths, check_place
 from oobleck.core.job.code import NO_ARGUMENTS, Code, Json, check_code
-from oobleck.core.job.model import AnyModel, ModelSpec
+from oobleck.core.job.model import AnyModel, ModelSpec, OwnModelSpec
 from oobleck.core.job.optimization import OptimizerSpec, ScheduleSpec
 from oobleck.core.redact import redact
 from oobleck.core.schedules import Schedule
@@ -343,6 +343,16 @@ class JobSpec:
         """Return whether a worker wants its links sealed. `on_loopback`: others reach it only on
         loopback."""
         return self.data_plane == "sealed" or (self.data_plane == "auto" and not on_loopback)
+
+    @property
+    def functions(self) -> tuple[Code, ...]:
+        """Functions of the user's that the job names."""
+        named = [self.data.code, self.training.optimizer.code]
+        if isinstance(self.model, OwnModelSpec) and self.model.architecture is None:
+            named.append(self.model.code)
+        if self.evaluation is not None and self.evaluation.data is not None:
+            named.append(self.evaluation.data.code)
+        return tuple(code for code in named if code is not None)
 
     @property
     def profile_path(self) -> str | None:

@@ -40,6 +40,10 @@ from oobleck.host.security.credentials import (
     read_credentials,
 )
 
+#: Where `oobleck local` listens, and whom commands ask unless told another master.
+DEFAULT_MASTER = "127.0.0.1:4600"
+
+
 # ---- the master that this user runs on this host
 
 

@@ -37,7 +37,7 @@ from oobleck.master.clients.timelines import NoTimeline
 from oobleck.master.loop import Master
 from oobleck.master.planning.client import planning
 from oobleck.master.rules.adoption import NotAdopted
-from oobleck.master.rules.first_plan import shortfall
+from oobleck.master.rules.first_plan import code_refused, shortfall
 from oobleck.master.rules.questions import is_undecided
 from oobleck.master.state.job import ENDED, Job
 from oobleck.master.storage.archive import Line
@@ -54,6 +54,8 @@ Context = grpc.aio.ServicerContext[Any, Any]
 #: Characters of a job file; the description of a user's model of hundreds of unlike layers fits.
 MOST_JOB_CHARACTERS = 1 << 20
 _REQUEST_ID = re.compile(r"[0-9A-Za-z_-]{1,64}")
+#: Characters of a refusal that names all nodes.
+_MOST_REFUSED = 4 * MOST_DETAILS
 #: Names of nodes in the answer about a missing one.
 _NAMES_TOLD = 8
 #: Time that an answer waits for a plan without a node; operators wait longer for the answer.
@@ -98,11 +100,17 @@ class OperatorService(rpc.OperatorServicer):
             self._wheels.check(spec)
         except ValueError as error:  # also InvalidJob
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error)[:MOST_DETAILS])
+        refused, by_all = code_refused(self._master.state, spec)
+        if by_all:
+            text = f"no node runs the job's code: {refused}"[:_MOST_REFUSED]
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, text)
         job_id = await self._requests(context).submit(
             request.request_id, spec, profile=profile, profile_only=request.profile_only
         )
         job = self._master.state.jobs.get(job_id)  # an ended job may be forgotten
-        warning = "" if job is None else shortfall(self._master.state, job)
+        left_out = f"left out of the job: {refused}" if refused else ""
+        lacking = "" if job is None else shortfall(self._master.state, job)
+        warning = "; ".join(text for text in (left_out, lacking) if text)
         return pb.SubmitReply(job_id=job_id, warning=warning)
 
     async def PutCode(

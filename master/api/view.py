@@ -28,6 +28,7 @@ from oobleck.proto.assignments import head_message
 from oobleck.proto.checks import message_of
 from oobleck.proto.plans import plan_message, worker_message
 from oobleck.proto.protocol import NEWEST
+from oobleck.proto.status import code_message
 
 #: Time after which a worker that has not left its generation is worth a word.
 _SLOW_ANSWER_S = 5.0
@@ -351,6 +352,7 @@ def node_info(state: ClusterState, node: Node, now: float, unix: float) -> pb.No
         versions=message_of(pb.Versions, facts.versions),
         protocol=min(facts.newest_protocol, NEWEST) if node.connected else 0,
         workers=_workers(state, node) if node.registered else [],
+        code=code_message(facts.code),
     )
 
 
@@ -422,11 +424,12 @@ def _node_reason(state: ClusterState, node: Node, now: float) -> str:
             f"kept idle: job {job.id} uses nodes with {slots} worker slots, "
             f"this one has {facts.worker_slots}"
         )
+    member = job.current.has_member(facts.node)
+    if not member and (why := node.why_not_in(job.spec, state.required_build(job))):
+        return f"cannot join the job: {why}"
     if job.current.made is None:
         return ""
-    if not job.current.has_member(facts.node):
-        if why := node.why_not_with(state.required_build(job)):
-            return f"cannot join the job: {why}"
+    if not member:
         if facts.node in job.standing_by:
             return _stands_by(job, facts.node, now)
         if state.is_ready(node, job):

@@ -11,7 +11,8 @@ profile is for this job alone. Must not know later plans.
 from collections.abc import Sequence
 
 from oobleck.core.errors import PlanInfeasible
-from oobleck.core.ids import Incarnation, WorkerId
+from oobleck.core.ids import Incarnation, NodeName, WorkerId
+from oobleck.core.job.spec import JobSpec
 from oobleck.core.messages import LinkPair, Measure, Rendezvous
 from oobleck.core.profile import Scope
 from oobleck.core.units import count
@@ -302,6 +303,18 @@ def shortfall(state: ClusterState, job: Job) -> str:
         causes = "; ".join(infeasible.causes)
         return causes if client.never_fits(job, nodes) else f"{causes}; the job waits until then"
     return ""
+
+
+def code_refused(state: ClusterState, spec: JobSpec) -> tuple[str, bool]:
+    """Return which connected nodes do not run a new job's code and why, empty for none, and whether
+    no node does."""
+    by_reason: dict[str, list[NodeName]] = {}
+    here = [node for _, node in sorted(state.nodes.items()) if node.connected]
+    for node in here:
+        if why := node.refuses(spec):
+            by_reason.setdefault(why, []).append(node.facts.node)
+    told = "; ".join(f"{why}: {', '.join(found)}" for why, found in by_reason.items())
+    return told, bool(here) and sum(map(len, by_reason.values())) == len(here)
 
 
 def _still_starting(

@@ -224,7 +224,7 @@ class ClusterState:
                 if before.torch or mixed:
                     return before
                 engine = made.engine
-        builds = [node.build for node in self.fit(job)]
+        builds = [node.build for node in self.fit(job) if not node.refuses(job.spec)]
         engine = engine or _most_common(build.engine for build in builds)
         if mixed:
             return Build(engine=engine)
@@ -239,19 +239,20 @@ class ClusterState:
     def candidates(self, job: Job) -> list[Node]:
         """Return the nodes that may get work of the job, by name."""
         wanted = self.required_build(job)
-        return [node for node in self.fit(job) if node.goes_with(wanted)]
+        return [node for node in self.fit(job) if not node.why_not_in(job.spec, wanted)]
 
     def fit(self, job: Job) -> list[Node]:
-        """Return the nodes that could take part in the job, whatever their build is, by name."""
+        """Return the nodes that could take part in the job, whatever their build is and whether or
+        not they run its code, by name."""
         slots = self.worker_slots(job)
         nodes = (node for _, node in sorted(self.nodes.items()))
         return [node for node in nodes if self._is_fit(node, job, slots)]
 
     def alike(self, job: Job) -> tuple[list[Node], list[tuple[Node, str]]]:
-        """Return the nodes that fit the job and have compatible builds, and the others with the
-        reason."""
+        """Return the nodes that fit the job, have compatible builds and run its code, and the
+        others with the reason."""
         wanted = self.common_build(job)
-        found = [(node, node.why_not_with(wanted)) for node in self.fit(job)]
+        found = [(node, node.why_not_in(job.spec, wanted)) for node in self.fit(job)]
         return [node for node, why in found if not why], [(n, why) for n, why in found if why]
 
     def versions_of(self, nodes: Iterable[NodeName]) -> Differences:
@@ -261,7 +262,7 @@ class ClusterState:
 
     def is_candidate(self, node: Node, job: Job, slots: int | None, wanted: Build) -> bool:
         """Return whether the node may get work of the job, with its `slots` and `wanted` build."""
-        return self._is_fit(node, job, slots) and node.goes_with(wanted)
+        return self._is_fit(node, job, slots) and not node.why_not_in(job.spec, wanted)
 
     def _is_fit(self, node: Node, job: Job, slots: int | None) -> bool:
         return (

@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from oobleck.core.ids import Generation, Incarnation, JobId
+from oobleck.core.job.spec import JobSpec
 from oobleck.host.versions import series
 from oobleck.proto.types import Assignment, NodeFacts, NodeStatus
 
@@ -163,11 +164,17 @@ class Node:
         versions = self.facts.versions
         return Build(torch=series(versions.torch), engine=versions.engine)
 
-    def goes_with(self, wanted: Build) -> bool:
-        """Return whether the node can work beside nodes with that build."""
-        return not self.why_not_with(wanted)
+    def refuses(self, job: JobSpec) -> str:
+        """Return why the node does not run the job's code; empty: it does, or is not known."""
+        policy = self.facts.code
+        return "" if policy is None else policy.why_not(job.functions, brought=bool(job.code))
 
-    def why_not_with(self, wanted: Build) -> str:
+    def why_not_in(self, job: JobSpec, wanted: Build) -> str:
+        """Return why the node cannot take part in the job beside nodes with that build; empty: it
+        can."""
+        return self._why_not_beside(wanted) or self.refuses(job)
+
+    def _why_not_beside(self, wanted: Build) -> str:
         """Return why the node cannot work beside nodes with that build; empty: it can. Another
         engine does not understand their plan and links, another torch may compute other numbers."""
         own = self.build

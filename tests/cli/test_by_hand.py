@@ -1,11 +1,11 @@
 """docs/deploy/by-hand.md, line by line as a reader types it.
 
 Each machine is a network namespace with a home and one shell of its own. What is put in the places
-of the page's own: addresses, which it says are the reader's; `job.yaml`; the virtual environment
-that its `every$` lines make; and `scp`, which here copies into the other machine's home.
+of the page's own: addresses, which it says are the reader's; the virtual environment that its
+`every$` lines make; the number of steps; and `scp`, which here copies into the home of the other
+machine. The job is what `oobleck init` writes, which no node has before.
 """
 
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +16,7 @@ from bench.support.client import read_lines
 from oobleck.host.security import pki
 from oobleck.host.security.credentials import read_credentials
 from support.folders import ROOT
-from support.reader import Line, Machine, lines_of, machines_at
+from support.reader import Line, Machine, lines_of, machines_at, shorten
 
 PAGE, SECTION = ROOT / "docs/deploy/by-hand.md", "## The lines"
 MACHINES = {"10.0.0.1": "head", "10.0.0.2": "ops", "10.0.0.3": "n1"}
@@ -53,23 +53,9 @@ def test_the_versions_are_those_that_are_tested() -> None:
 
 @pytest.mark.cluster
 @pytest.mark.usefixtures("quick_start")
-def test_who_follows_the_page_gets_a_cluster_that_trains(
-    machines: dict[str, Machine], tmp_path: Path
-) -> None:
-    corpus = tmp_path / "corpus.txt"
-    corpus.write_text("follow the lines " * 200)
-    job = {
-        "name": "tiny",
-        "model": {"kind": "gpt", "layers": 2, "hidden": 16, "heads": 2, "sequence_length": 16},
-        "data": {"text": [str(corpus)]},
-        "training": {"steps": STEPS, "global_batch": 4, "microbatch": 1},
-        "fault_tolerance": 0,
-        "resources": {"min_nodes_per_pipeline": 2},
-        "profile": "estimate",
-    }
+def test_who_follows_the_page_gets_a_cluster_that_trains(machines: dict[str, Machine]) -> None:
     by_name = {name: machines[address] for address, name in MACHINES.items()}
     head = by_name["head"]
-    (by_name["ops"].folder / "job.yaml").write_text(json.dumps(job))
 
     lines = typed()
     install = [text for machine, text in lines if machine == "every"]
@@ -85,12 +71,18 @@ def test_who_follows_the_page_gets_a_cluster_that_trains(
         for address, other in machines.items():
             text = text.replace(address, other.home.name)
         told = by_name[machine].type(text)
+        if "oobleck init" in text:
+            shorten(by_name[machine].folder / "first" / "job.yaml", STEPS)
         if "pki init" in text:
             operator = head.home / ".oobleck/master/pki/operator"
             before = contents(operator)
 
+    assert "packed 2 files" in told
     assert "succeeded" in told
-    assert len(read_lines(head.home / ".oobleck/master/jobs/tiny-1/metrics.jsonl")) == STEPS
+    job = head.home / ".oobleck/master/jobs/my-model-1"
+    assert len(read_lines(job / "metrics.jsonl")) == STEPS
+    (started,) = (one for one in read_lines(job / "events.jsonl") if one["event"] == "started")
+    assert {stage["node"] for hops in started["pipelines"] for stage in hops} == {"n1", "head"}
     assert contents(operator) == before
     for name in ("n1", "head"):
         kept = read_credentials(by_name[name].home / ".oobleck/nodes" / name)

@@ -30,6 +30,15 @@ def lines_of(page: Path, section: str) -> list[Line]:
     return _LINE.findall(re.split(r"^#", after, maxsplit=1, flags=re.MULTILINE)[0])
 
 
+def shorten(job: Path, steps: int) -> None:
+    """Let the job that `oobleck init` wrote train for so many steps, without a measurement."""
+    text, found = re.subn(
+        r"^  steps: .*$", f"  steps: {steps}", job.read_text(), flags=re.MULTILINE
+    )
+    assert found == 1
+    job.write_text(f"{text}profile: estimate\n")
+
+
 class Machine:
     """A reader's shell on a host."""
 

@@ -5,6 +5,7 @@ every call of it. `oobleck.core.job.code` refuses names that no job may use.
 """
 
 import ast
+import dataclasses
 import difflib
 import hashlib
 import importlib
@@ -21,7 +22,7 @@ from typing import Any, NoReturn
 
 from torch.utils.file_baton import FileBaton
 
-from oobleck.core.job.code import NO_ARGUMENTS, TORCH_OPTIM, Code
+from oobleck.core.job.code import NO_ARGUMENTS, TORCH_OPTIM, Code, is_allowed
 from oobleck.core.units import MOST_REASON_BYTES, head
 from oobleck.host.display import inline
 from oobleck.host.ipc.marker import Marker
@@ -81,8 +82,6 @@ def _is_open(lock: Path) -> bool:
     return False
 
 
-#: Allows any module, from anywhere.
-ANY = "*"
 #: Packages whose lines do not locate an error in the user's code.
 _NOT_THE_USERS = sys.stdlib_module_names | {"oobleck", "torch", "numpy"}
 
@@ -95,7 +94,9 @@ _allowed: tuple[str, ...] = ()
 def allow(prefixes: Sequence[str]) -> None:
     """Allow this process to load functions of these packages, or below these directories."""
     global _allowed
-    _allowed = tuple(prefixes)
+    _allowed = tuple(
+        os.path.realpath(prefix) if os.sep in prefix else prefix for prefix in prefixes
+    )
     bound_waits()
 
 
@@ -362,18 +363,9 @@ def _function(code: Code, key: str) -> Callable[..., Any]:
 
 def _check_allowed(code: Code, key: str) -> None:
     """Raise NodeError where the node does not allow the function."""
-    if code.module == TORCH_OPTIM and code.path is None:
+    path = None if code.path is None else os.path.realpath(code.path)
+    if is_allowed(dataclasses.replace(code, path=path), _allowed):
         return
-    for prefix in _allowed:
-        if os.sep in prefix:
-            here = code.path is not None and Path(prefix).resolve() in (
-                Path(code.path).resolve(),
-                *Path(code.path).resolve().parents,
-            )
-        else:
-            here = code.path is None and f"{code.module}.".startswith(f"{prefix}.")
-        if here or prefix == ANY:
-            return
     what = code.module if code.path is None else code.path
     raise NodeError(
         f"{key}: this node does not allow the job to load {code.name}; start its agent with "

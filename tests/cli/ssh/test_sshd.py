@@ -16,10 +16,10 @@ import pytest
 from bench.support.network import Network
 from oobleck.cli.ssh.payload import installed_wheel
 from support.commands import end, run
-from support.folders import ROOT, TEXT
+from support.folders import ROOT
 from support.installed import install, link_libraries
 from support.openssh import skip_without_ssh, sshd
-from support.reader import Machine, lines_of
+from support.reader import Machine, lines_of, shorten
 from support.secured import Secured
 from support.waiting import all_gone, until
 
@@ -27,14 +27,6 @@ from support.waiting import all_gone, until
 APART = ("--directory", ".oobleck/up", "--run-as", "root")
 #: Of the page's machines.
 ADDRESSES = {"10.0.0.1": "head", "10.0.0.3": "n1", "10.0.0.4": "n2"}
-JOB = {
-    "name": "tiny",
-    "model": {"kind": "gpt", "layers": 2, "hidden": 16, "heads": 2, "sequence_length": 16},
-    "data": {"text": [TEXT]},
-    "training": {"steps": 3, "global_batch": 4, "microbatch": 1},
-    "fault_tolerance": 0,
-    "profile": "estimate",
-}
 
 
 @pytest.mark.soak
@@ -125,15 +117,17 @@ def test_who_follows_the_page_gets_a_cluster_that_trains(tmp_path: Path) -> None
             f"{venv / 'bin'}:{os.environ['PATH']}",
         )
         stack.callback(head.close)
-        (head.folder / "job.yaml").write_text(json.dumps(JOB))
         told = {}
         for machine, text in lines_of(ROOT / "docs/deploy/ssh.md", "## The lines"):
             assert machine == "head"
             for address, name in ADDRESSES.items():
                 text = text.replace(address, net.address(name))
             if (verb := text.split()[1]) in ("up", "down"):
-                text += f" {' '.join(APART if verb == 'up' else APART[:2])}"
+                ours = " ".join(APART if verb == "up" else APART[:2])
+                text = text.replace("hosts.txt", f"hosts.txt {ours}")
             told[verb] = head.type(text)
+            if verb == "init":
+                shorten(head.folder / "first" / "job.yaml", 3)
         assert "2 hosts, in" in told["up"]
         assert told["nodes"].count("live") == 2
         assert "succeeded" in told["submit"]
