@@ -15,9 +15,9 @@ from google.protobuf.message import Message
 
 from oobleck.core.codec import decode
 from oobleck.core.orders import Finding
-from oobleck.host.address import split_address
+from oobleck.host.address import is_loopback, split_address
 from oobleck.host.command import DENIED, NO_SUCH_THING, UNREACHABLE, USAGE, CommandFailed
-from oobleck.host.ipc.endpoint import Endpoint, choose_endpoint
+from oobleck.host.ipc.endpoint import DEFAULT_MASTER, Endpoint, choose_endpoint
 from oobleck.planner.report.planning import Planning
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto.control_pb2_grpc import OperatorStub, PkiStub
@@ -55,10 +55,14 @@ _FOREIGN = re.compile(r"HTTP/2|SETTINGS|http1")
 _NOT_CONNECTED = "failed to connect"
 _UNWELCOME = "it closes the connection; by its clock the certificate may not be valid"
 _WANTS_CREDENTIALS = (
-    "denied: the master at {} requires credentials, and none are known here. If it is another "
-    "user's 'oobleck local', start your own and name it with --master or OOBLECK_MASTER; otherwise "
-    "give credentials with --credentials or OOBLECK_CREDENTIALS ('oobleck pki join' gets them with "
-    "a token from an operator)"
+    "denied: the master at {} requires credentials, and none are known here. {}ive credentials "
+    "with --credentials or OOBLECK_CREDENTIALS ('oobleck pki join' gets them with a token from an "
+    "operator)"
+)
+#: Of a master on this host.
+_ANOTHER_USERS = (
+    "If it is another user's 'oobleck local', start your own and name it with --master or "
+    "OOBLECK_MASTER; otherwise g"
 )
 _NO_MASTER = "the server there does not answer like an Oobleck master"
 _EARLIER = (
@@ -88,9 +92,14 @@ class Unreachable(CommandFailed):
 
 
 def _unreachable(address: str, reason: str, *, reached: bool = False) -> Unreachable:
+    # Only there does `oobleck local` listen.
+    fix = (
+        "start one with 'oobleck local --nodes 4', or name it"
+        if address == DEFAULT_MASTER
+        else "check that oobleck-master runs there, or name another"
+    )
     return Unreachable(
-        f"cannot reach a master at {address} ({reason}); start one with "
-        "'oobleck local --nodes 4', or name it with --master or OOBLECK_MASTER",
+        f"cannot reach a master at {address} ({reason}); {fix} with --master or OOBLECK_MASTER",
         reached=reached,
     )
 
@@ -385,7 +394,9 @@ class MasterClient:
                 cause = details.rpartition(": ")[2].rstrip("]") or "unavailable"
                 foreign = _FOREIGN.search(details)
                 if not self._secured and _speaks_tls(self.address):
-                    return CommandFailed(_WANTS_CREDENTIALS.format(self.address), DENIED)
+                    here = is_loopback(split_address(self.address)[0])
+                    text = _WANTS_CREDENTIALS.format(self.address, _ANOTHER_USERS if here else "G")
+                    return CommandFailed(text, DENIED)
                 if told := self._refusal(details):
                     return Unreachable(f"denied: {told}", DENIED)
                 if self._secured and _NOT_CONNECTED in whole and "Socket closed" in details:

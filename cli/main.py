@@ -4,6 +4,8 @@ Must import only click at the top, so that `oobleck --help` answers at once.
 """
 
 import importlib
+import os
+import shlex
 import sys
 
 import click
@@ -74,6 +76,9 @@ COMMANDS = {
     "completion": ("oobleck.cli.options:completion", "Print a shell's completion script."),
 }
 
+#: Commands of `COMMANDS` that have commands of their own.
+GROUPS = ("node", "dashboard", "checkpoint", "data", "pki", "config")
+
 EPILOG = """\b
 Every command that asks the master takes --master HOST:PORT, or OOBLECK_MASTER
 from the environment; of several, separated by commas, the first that answers
@@ -120,8 +125,21 @@ class LazyGroup(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         if args and args[0] not in COMMANDS and not args[0].startswith("-"):
+            self._seek_in_groups(ctx, args)
             raise command.no_command(args[0], [*COMMANDS, "--help", "--version"], ctx)
         return super().resolve_command(ctx, args)
+
+    def _seek_in_groups(self, ctx: click.Context, args: list[str]) -> None:
+        """Raise a usage error with the whole line if a group has the command."""
+        found = [
+            f"'oobleck {shlex.join([name, *args])}'"
+            for name in GROUPS
+            if isinstance(group := self.get_command(ctx, name), click.Group)
+            and args[0] in group.commands
+        ]
+        if found:
+            text = f"no command {args[0]!r}; did you mean {' or '.join(found)}?"
+            raise click.UsageError(text, ctx)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):

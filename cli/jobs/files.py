@@ -1,6 +1,7 @@
 """Commands on job files, which ask no master: `oobleck init`, `check` and `config`."""
 
 import json
+import os
 import shlex
 from dataclasses import dataclass, replace
 from importlib import resources
@@ -85,7 +86,8 @@ def init(template: str, folder: Path) -> None:
     for line in chosen.before:
         click.echo(f"  {line.format(folder=shlex.quote(str(folder)))}")
     click.echo(f"  oobleck check {job}")
-    click.echo("  oobleck local --nodes 4    # a cluster on this machine, in a terminal of its own")
+    if not os.environ.get("OOBLECK_MASTER"):
+        click.echo("  oobleck local --nodes 4    # a cluster on this machine, in its own terminal")
     click.echo(f"  oobleck submit {job} --follow")
 
 

@@ -30,11 +30,21 @@ if TYPE_CHECKING:
 @options.master_option
 @options.watch_option
 @options.form_options("One JSON object: the job's status, or {nodes, jobs, head} of the cluster.")
-def status(job_id: str | None, master: Endpoint, watch_s: float | None, form: "Form") -> None:
+@click.option(
+    "-a", "--all", "everything", is_flag=True, help="List ended jobs and all nodes one by one."
+)
+def status(
+    job_id: str | None, everything: bool, master: Endpoint, watch_s: float | None, form: "Form"
+) -> None:
     """Show one job in full (state and reason, step, loss, pipelines, how many nodes it can still
-    lose), or without JOB all nodes and jobs.
+    lose), or without JOB the cluster: jobs that have not ended, then the nodes.
+
+    Ended jobs are counted, and so are nodes in order where there are more than a few.
     """
+    if everything and job_id is not None:
+        raise click.UsageError("--all lists jobs and nodes; leave it out, or the job")
     from oobleck.cli.output import text
+    from oobleck.cli.output.overview import cluster_text
     from oobleck.cli.output.table import terminal_width
     from oobleck.cli.reading.watch import Answer, show
 
@@ -52,9 +62,9 @@ def status(job_id: str | None, master: Endpoint, watch_s: float | None, form: "F
         nodes, jobs = connection.nodes(), connection.jobs()
 
         def tables() -> str:
-            width = terminal_width()
-            listed = text.nodes_table(nodes, width=width, wide=wide)
-            return f"{listed}\n\n{text.jobs_table(jobs, width=width, wide=wide)}"
+            return cluster_text(
+                nodes, jobs, width=terminal_width(), wide=wide, everything=everything
+            )
 
         head = text.plain(connection.head) if connection.head is not None else None
         both = {

@@ -13,12 +13,15 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
 
+import click
 import grpc
 import pytest
 
 from oobleck.cli.client import MasterClient, Unreachable
 from oobleck.cli.jobs.job_file import read_job
+from oobleck.cli.main import COMMANDS, GROUPS, oobleck
 from oobleck.host.command import CommandFailed
+from oobleck.host.ipc.endpoint import DEFAULT_MASTER
 from oobleck.proto import control_pb2 as pb
 from support.commands import refused, run
 
@@ -40,7 +43,13 @@ def test_nobody_listens(verb: tuple[str, ...]) -> None:
         address = f"127.0.0.1:{probe.getsockname()[1]}"
         line = refused(run(*verb, "--master", address), 4)
     assert address in line
-    assert "--master" in line
+    assert line.endswith(
+        "; check that oobleck-master runs there, or name another with --master or OOBLECK_MASTER"
+    )
+
+
+def test_where_a_local_cluster_would_listen_its_start_is_the_hint() -> None:
+    assert "start one with 'oobleck local --nodes 4'" in str(Unreachable(DEFAULT_MASTER, "silent"))
 
 
 @pytest.mark.parametrize(
@@ -179,6 +188,9 @@ def test_no_such_node(master: str, verb: str) -> None:
         (("stauts",), "no command 'stauts'; did you mean 'status'?"),
         (("version",), "no command 'version'; did you mean '--version'?"),
         (("help",), "did you mean '--help'?"),
+        (("drain", "n1"), "no command 'drain'; did you mean 'oobleck node drain n1'?"),
+        (("revoke", "my node"), "did you mean 'oobleck pki revoke 'my node''?"),
+        (("show",), "did you mean 'oobleck config show'?"),
         (("node", "drian", "n1"), "No such command 'drian'. (Did you mean one of: 'drain'"),
         (("checkpoint", "lst", "demo-1"), "no command 'lst'; did you mean 'list'?"),
         (("pki", "tokne"), "Did you mean 'token'?"),
@@ -342,6 +354,14 @@ def test_the_reader_of_a_pipe_may_leave(master: str) -> None:
         process.stdout.close()
         errors = process.stderr.read()
     assert errors == ""
+
+
+def test_all_groups_are_looked_through_for_a_command() -> None:
+    context = click.Context(oobleck)
+    found = {
+        name for name in COMMANDS if isinstance(oobleck.get_command(context, name), click.Group)
+    }
+    assert found == set(GROUPS)
 
 
 def test_help_loads_nothing_heavy() -> None:

@@ -45,6 +45,14 @@ def test_own_model_is_the_default_and_here(tmp_path: Path, monkeypatch: pytest.M
     made = run("init")
     assert made.stdout.startswith("wrote job.yaml\nwrote my_model.py\n")
     assert "oobleck submit job.yaml --follow" in made.stdout
+    assert "oobleck local --nodes 4" in made.stdout
+
+
+def test_who_has_a_master_is_not_told_to_start_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OOBLECK_MASTER", "10.0.0.1:7070")
+    assert "oobleck local" not in run("init", str(tmp_path)).stdout
 
 
 @pytest.mark.parametrize("there", ["job.yaml", "my_model.py"])
