@@ -4,7 +4,6 @@ Must import only click at the top, so that `oobleck --help` answers at once.
 """
 
 import importlib
-import os
 import shlex
 import sys
 

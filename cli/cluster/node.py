@@ -1,13 +1,16 @@
 """Commands that change nodes: drain, undrain and forget."""
 
 import math
+import sys
 import time
+from functools import partial
 
 import click
 
 from oobleck.cli.client import MasterClient, Unreachable
-from oobleck.cli.jobs.follow import Away
+from oobleck.cli.jobs.follow import Away, warn
 from oobleck.cli.options import Seconds, master_option, node_argument
+from oobleck.cli.output.progress import OneLine
 from oobleck.cli.output.text import GONE
 from oobleck.host.command import FAILED, NO_SUCH_THING, USAGE, CommandFailed
 from oobleck.host.display import inline
@@ -59,27 +62,41 @@ def drain(
         raise CommandFailed("--reason: must be one line of printable characters", USAGE)
     if timeout_s is not None and not wait:
         raise CommandFailed("--timeout: requires --wait; give both, or neither", USAGE)
-    until = math.inf if timeout_s is None else time.monotonic() + timeout_s
     with MasterClient(master) as connection:
-        told = _tell(connection.drain(name, reason, force=force))
-        away = Away(answered=True)
-        while wait:
-            try:
-                info = _find(connection, name)
-            except Unreachable as unreachable:
-                if time.monotonic() >= until:
-                    raise CommandFailed(
-                        f"--timeout {timeout_s:g}s: {told}", FAILED
-                    ) from unreachable
-                away.wait(unreachable)
-                continue
+        line = OneLine(sys.stdout)
+        info = connection.drain(name, reason, force=force)
+        line.show(_told(info))
+        try:
+            if wait:
+                _await_drained(connection, info, line, timeout_s)
+        finally:
+            line.finish()
+
+
+def _await_drained(
+    connection: MasterClient, info: pb.NodeInfo, line: OneLine, timeout_s: float | None
+) -> None:
+    """Show the node's state until it is drained or lost. Raise CommandFailed after `timeout_s`."""
+    began = time.monotonic()
+    until = math.inf if timeout_s is None else began + timeout_s
+    away = Away(partial(_above, line), answered=True)
+    while True:
+        told = _told(info)
+        if info.state in ("drained", *GONE):
+            line.show(told)
+            return
+        waited = f"{time.monotonic() - began:.0f} s  " if line.live else ""
+        line.show(waited + told)
+        if time.monotonic() >= until:
+            raise CommandFailed(f"--timeout {timeout_s:g}s: {told}", FAILED)
+        time.sleep(_POLL_S)
+        try:
+            info = _find(connection, info.node)
             away.answered()
-            told = _tell(info, told)
-            if info.state in ("drained", *GONE):
-                break
+        except Unreachable as unreachable:
             if time.monotonic() >= until:
-                raise CommandFailed(f"--timeout {timeout_s:g}s: {told}", FAILED)
-            time.sleep(_POLL_S)
+                raise CommandFailed(f"--timeout {timeout_s:g}s: {told}", FAILED) from unreachable
+            away.wait(unreachable)
 
 
 @node.command()
@@ -91,7 +108,7 @@ def undrain(name: str, master: Endpoint) -> None:
     It may have been drained, be in quarantine, or be left out of the job.
     """
     with MasterClient(master) as connection:
-        _tell(connection.undrain(name))
+        click.echo(_told(connection.undrain(name)))
 
 
 @node.command()
@@ -115,9 +132,10 @@ def _find(connection: MasterClient, name: str) -> pb.NodeInfo:
     return found
 
 
-def _tell(info: pb.NodeInfo, told: str = "") -> str:
-    """Print the node's state if it is new; return the line."""
-    line = f"{info.node} {info.state}" + (f": {inline(info.reason)}" if info.reason else "")
-    if line != told:
-        click.echo(line)
-    return line
+def _told(info: pb.NodeInfo) -> str:
+    return f"{info.node} {info.state}" + (f": {inline(info.reason)}" if info.reason else "")
+
+
+def _above(line: OneLine, text: str) -> None:
+    line.finish()
+    warn(text)

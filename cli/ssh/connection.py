@@ -10,9 +10,11 @@ import json
 import logging
 import secrets
 import shlex
+import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -20,10 +22,11 @@ from typing import Any
 import asyncssh
 import click
 
+from oobleck.cli.output.progress import Progress
 from oobleck.cli.ssh.hosts import KNOWN_HOSTS, Access, Host, HostFailed
 from oobleck.core.units import count
 from oobleck.host.command import FAILED
-from oobleck.host.display import inline, one_line
+from oobleck.host.display import one_line
 
 CONNECT_S = 10.0
 LOGIN_S = 20.0
@@ -206,8 +209,10 @@ def _about_key(host: Host, key: str, known: list[str], access: Access) -> str:
 # ---- concurrent work on many hosts, and a line for each result
 
 
+#: Is told what is done on a host now.
+Say = Callable[[str], None]
 #: Returns the changes in words; empty: the host was up to date. Raises HostFailed.
-Work = Callable[[Host], Awaitable[Sequence[str]]]
+Work = Callable[[Host, Say], Awaitable[Sequence[str]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,10 +234,14 @@ async def on_each(
     hosts: Sequence[Host], work: Work, *, parallel: int, as_json: bool
 ) -> list[Outcome]:
     """Do the work on each host; return the outcomes in the hosts' order. Without `as_json`, print
-    each as it ends."""
+    each as it ends, and on standard error what is done meanwhile."""
     began = time.monotonic()
     turns = asyncio.Semaphore(parallel)
-    width = max(len(host.name) for host in hosts)
+    progress = Progress([host.name for host in hosts], sys.stderr, click.echo)
+
+    def say(host: Host, work: str) -> None:
+        if not as_json:
+            progress.begins(host.name, work)
 
     async def one(host: Host) -> Outcome:
         async with turns:
@@ -240,14 +249,14 @@ async def on_each(
             done: Sequence[str] = ()
             problem = ""
             try:
-                done = await work(host)
+                done = await work(host, partial(say, host))
             except HostFailed as failed:
                 problem = str(failed)
             outcome = Outcome(
                 host=host, done=done, problem=problem, seconds=time.monotonic() - start
             )
         if not as_json:
-            click.echo(inline(f"{host.name:<{width}}  {host}  {outcome.told}"))
+            progress.ended(host.name, f"{host}  {outcome.told}", failed=bool(problem))
         return outcome
 
     async with asyncio.TaskGroup() as tasks:

@@ -7,6 +7,7 @@ import asyncio
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +28,8 @@ from oobleck.host.ipc.endpoint import Endpoint
 from oobleck.proto import control_pb2 as pb
 
 if TYPE_CHECKING:
-    from oobleck.cli.ssh.connection import Connection
+    from oobleck.cli.ssh.connection import Connection, Say
+    from oobleck.cli.ssh.rolling import Rolling
 
 
 # ---- oobleck up
@@ -42,14 +44,14 @@ _POLL_S = 0.3
 _LOOK_S = 2.0
 #: Options of agents that only `up` may give.
 _OURS = ("--master", "--name", "--credentials", "--token-file", "--insecure")
-
-
 #: Options about code of jobs, and what is said without any.
 _CODE = ("--accept-code", "--no-accept-code", "--allow-code")
 _NO_CODE = (
     "note: these agents run no code that comes with jobs; 'oobleck up {file} -- --accept-code' "
     "lets every operator's jobs run theirs (--no-accept-code: no note)"
 )
+
+
 @click.command(
     epilog="Exit codes: 0 all hosts are up, 1 not all of them (each line says why), 2 wrong usage, "
     "4 no master answers, 5 denied."
@@ -88,6 +90,13 @@ _NO_CODE = (
     help="Folder of jobs' checkpoints and outputs on the hosts: root's systemd lets them write "
     "only there. May be repeated.",
 )
+@click.option(
+    "--rolling",
+    type=click.IntRange(1, 1000),
+    metavar="K",
+    help="Restart running agents of K hosts at a time: drain each node, and go on once it takes "
+    "part again. A node that a job cannot spare, or that does not come back, ends that.",
+)
 @click.option("--dry-run", is_flag=True, help="Only show the steps.")
 @ssh_options
 @master_option
@@ -99,6 +108,7 @@ def up(
     constraint: Path | None,
     run_as: str,
     writable: tuple[str, ...],
+    rolling: int | None,
     dry_run: bool,
     identity: Path | None,
     known_hosts: Path | None,
@@ -121,6 +131,7 @@ def up(
         if option.partition("=")[0] in _OURS:
             raise click.UsageError(f"{option}: leave it out; 'oobleck up' sets it")
     from oobleck.cli.ssh.connection import exit_code, on_each
+    from oobleck.cli.ssh.rolling import Rolling
 
     access = Access(
         identity=identity,
@@ -132,6 +143,8 @@ def up(
     with tempfile.TemporaryDirectory() as scratch, MasterClient(master) as connection:
         connection.nodes()  # fails at once if the master does not answer
         payload = make_payload(wheel, with_dependencies, constraint, python, Path(scratch))
+        if not as_json and not any(one.startswith(_CODE) for one in agent_options):
+            click.echo(f"oobleck: {_NO_CODE.format(file=file)}", err=True)
         bringing = _Bringing(
             access=access,
             payload=payload,
@@ -139,12 +152,11 @@ def up(
             options=agent_options,
             writable=writable,
             roll=_Roll(connection),
+            rolling=None if rolling is None else Rolling(connection, rolling),
             dry_run=dry_run,
         )
         return exit_code(
             asyncio.run(on_each(hosts, bringing.up, parallel=parallel, as_json=as_json))
-        if not as_json and not any(one.startswith(_CODE) for one in agent_options):
-            click.echo(f"oobleck: {_NO_CODE.format(file=file)}", err=True)
         )
 
 
@@ -197,19 +209,22 @@ class _Bringing:
     options: tuple[str, ...]
     writable: tuple[str, ...]
     roll: _Roll
+    #: None: agents restart when they can.
+    rolling: "Rolling | None"
     dry_run: bool
 
-    async def up(self, host: Host) -> list[str]:
+    async def up(self, host: Host, say: "Say") -> list[str]:
         """Bring the host's agent up; return what was done. Raise HostFailed."""
         from oobleck.cli.ssh.connection import connected
 
+        say("connecting")
         try:
             async with connected(host, self.access) as there:
-                return await self._steps(host, there)
+                return await self._steps(host, there, say)
         except CommandFailed as failed:  # from the master
             raise HostFailed(failed.format_message()) from failed
 
-    async def _steps(self, host: Host, there: "Connection") -> list[str]:
+    async def _steps(self, host: Host, there: "Connection", say: "Say") -> list[str]:
         key = self.payload.key
         options = ["--master", str(self.endpoint), "--name", host.name, *host.agent_options]
         agent = {
@@ -225,6 +240,7 @@ class _Bringing:
             done.append(f"copied {format_bytes(sum(wheel.bytes for wheel in wheels))}")
             done.append("installed")
             if not self.dry_run:
+                say("installing")
                 await self._install(there, found["folder"], wheels)
         if not self._has_joined(host, found):
             await self._check_name(host, found)
@@ -235,8 +251,13 @@ class _Bringing:
             done.append("started" if not found["pid"] else "started anew")
         if self.dry_run:
             return [f"would be {word}" for word in done]
-        started = await there.call("start", key=key, agent=agent)
-        await self._await_known(host, there, started)
+        turn: AbstractAsyncContextManager[None] = nullcontext()
+        if self.rolling is not None and found["pid"] and done:
+            turn = self.rolling.turn(host.name, say)
+        async with turn:
+            say("starting")
+            started = await there.call("start", key=key, agent=agent)
+            await self._await_known(host, there, started)
         return done
 
     def _check_room(self, found: dict[str, Any]) -> None:
@@ -365,11 +386,13 @@ class _Ending:
     now: bool
     purge: bool
 
-    async def down(self, host: Host) -> list[str]:
+    async def down(self, host: Host, say: "Say") -> list[str]:
         """Stop the host's agent and, if asked, remove its folder; return what was done. Raise
         HostFailed."""
         from oobleck.cli.ssh.connection import connected
 
+        say("connecting")
         async with connected(host, self.access) as there:
+            say("ending" if self.now else "draining")
             done = await there.call("stop", now=self.now, purge=self.purge)
         return [word for word in ("stopped", "purged") if done[word]]

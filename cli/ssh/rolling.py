@@ -1,0 +1,100 @@
+"""Restarts of agents a few at a time, so that training goes on meanwhile.
+
+The master drains each node first, which costs no step, and refuses where a job cannot spare it. The
+next node's turn comes when this one takes part again. The first that does not ends the roll.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from oobleck.cli.client import MasterClient
+from oobleck.cli.output.text import ENDED, about
+from oobleck.cli.ssh.hosts import HostFailed
+from oobleck.host.command import CommandFailed
+from oobleck.proto import control_pb2 as pb
+
+REASON = "oobleck up --rolling restarts its agent"
+#: Longest time until a node is drained, and until it takes part again.
+DRAINED_S = 600.0
+BACK_S = 900.0
+_POLL_S = 0.5
+
+
+class Rolling:
+    """Turns of the nodes whose agents are to be restarted."""
+
+    def __init__(self, master: MasterClient, at_a_time: int) -> None:
+        self._master = master
+        self._turns = asyncio.Semaphore(at_a_time)
+        #: Node that ended the roll; empty: it goes on.
+        self._ended_at = ""
+
+    @asynccontextmanager
+    async def turn(self, name: str, say: Callable[[str], None]) -> AsyncIterator[None]:
+        """Wait for the node's turn and drain it; after the block wait until it takes part. Raise
+        HostFailed."""
+        say("waiting for its turn")
+        async with self._turns:
+            if self._ended_at:
+                raise HostFailed(
+                    f"not restarted, because the roll ended at {self._ended_at}; mend that, and "
+                    "call again"
+                )
+            try:
+                job_id = await self._trained_by(name)
+                async with self._drained(name, say):
+                    yield
+                say("waiting until it takes part")
+                await self._await_part(name, job_id)
+            except (HostFailed, CommandFailed) as failed:
+                self._ended_at = name
+                raise HostFailed(str(failed)) from failed
+
+    @asynccontextmanager
+    async def _drained(self, name: str, say: Callable[[str], None]) -> AsyncIterator[None]:
+        """Have no work on the node during the block."""
+        say("draining")
+        try:
+            info = await asyncio.to_thread(self._master.drain, name, REASON, force=False)
+            until = time.monotonic() + DRAINED_S
+            while info.state not in ("drained", "lost"):
+                if time.monotonic() > until:
+                    waited = about(DRAINED_S)
+                    raise HostFailed(f"it is not drained after {waited}: {info.reason}")
+                await asyncio.sleep(_POLL_S)
+                info = await self._node(name)
+            yield
+        finally:
+            await asyncio.to_thread(self._master.undrain, name)
+
+    async def _trained_by(self, name: str) -> str:
+        """Return the job in whose plan the node is; empty: none."""
+        info = await self._node(name)
+        return info.job_id if info.generation else ""
+
+    async def _await_part(self, name: str, job_id: str) -> None:
+        """Wait until the node is in the job's plan again, or the job has ended."""
+        until = time.monotonic() + BACK_S
+        while job_id:
+            info = await self._node(name)
+            if info.state == "live" and info.job_id == job_id and info.generation:
+                return
+            jobs = await asyncio.to_thread(self._master.jobs)
+            if not any(job.job_id == job_id and job.state not in ENDED for job in jobs):
+                return
+            if time.monotonic() > until:
+                why = f": {info.reason}" if info.reason else ""
+                waited = about(BACK_S)
+                raise HostFailed(
+                    f"its agent is up, but takes no part in {job_id} after {waited}{why}"
+                )
+            await asyncio.sleep(_POLL_S)
+
+    async def _node(self, name: str) -> pb.NodeInfo:
+        nodes = await asyncio.to_thread(self._master.nodes)
+        found = next((node for node in nodes if node.node == name), None)
+        if found is None:
+            raise HostFailed("the master has forgotten it; call again")
+        return found

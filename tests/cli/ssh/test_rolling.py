@@ -1,0 +1,165 @@
+"""`oobleck up --rolling`: a job trains on while the agents below it are restarted in turn."""
+
+import asyncio
+import json
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from bench.support.client import read_lines
+from bench.support.daemons import descendants
+from oobleck.cli.chaos.injector import kill
+from oobleck.cli.client import MasterClient
+from oobleck.cli.ssh import rolling
+from oobleck.cli.ssh.hosts import HostFailed
+from oobleck.cli.ssh.payload import installed_wheel
+from oobleck.proto import control_pb2 as pb
+from support.commands import end
+from support.folders import TEXT
+from support.installed import install
+from support.operators_master import answering
+from support.secured import Secured
+from support.ssh_hosts import PYTHON, SshHosts
+from support.waiting import all_gone, until
+
+NODES = ("n1", "n2", "n3")
+JOB = {
+    "name": "tiny",
+    "model": {"kind": "gpt", "layers": 2, "hidden": 16, "heads": 2, "sequence_length": 16},
+    "data": {"text": [TEXT]},
+    "training": {"steps": 1_000_000, "global_batch": 6, "microbatch": 1},
+    "fault_tolerance": 0,
+    "profile": "estimate",
+}
+
+
+@pytest.fixture
+def secured(tmp_path: Path) -> Iterator[Secured]:
+    cluster = Secured(tmp_path)
+    yield cluster
+    end(cluster.process)
+
+
+@pytest.fixture
+def hosts() -> Iterator[SshHosts]:
+    folder = Path(tempfile.mkdtemp(prefix="oobleck-ssh-"))
+    with SshHosts(folder, list(NODES)) as hosts:
+        yield hosts
+        agents = [agent_of(hosts, name) for name in NODES if place(hosts, name).exists()]
+        trees = [one for agent in agents for one in descendants(agent.pid)]
+        kill([process.pid for process in reversed(trees)])
+        all_gone(trees)
+    shutil.rmtree(folder)
+
+
+def place(hosts: SshHosts, name: str) -> Path:
+    return hosts.home(name) / ".oobleck" / "up" / "agent.json"
+
+
+def agent_of(hosts: SshHosts, name: str) -> psutil.Process:
+    return psutil.Process(json.loads(place(hosts, name).read_text())["pid"])
+
+
+def in_plan(secured: Secured, job_id: str) -> set[str]:
+    status = json.loads(secured.oobleck("status", job_id, "--json").stdout)
+    pipelines = status["plan"]["pipelines"] if status["plan"] else []
+    return {node for pipeline in pipelines for node in pipeline["nodes"]}
+
+
+@pytest.mark.cluster
+@pytest.mark.timeout(900)
+def test_agents_are_restarted_in_turn_and_no_step_is_lost(
+    hosts: SshHosts, secured: Secured, tmp_path: Path
+) -> None:
+    wheel = installed_wheel(install(tmp_path / "site-packages"), tmp_path)
+    listed = tmp_path / "hosts.txt"
+    listed.write_text("".join(map(hosts.line, NODES)))
+
+    def up(*options: str) -> subprocess.CompletedProcess[str]:
+        ssh = ("--identity", str(hosts.identity), "--known-hosts", str(hosts.known_hosts))
+        there = ("--python", PYTHON, "--directory", ".oobleck/up", "--run-as", "root")
+        with_wheel = ("up", str(listed), "--wheel", str(wheel), *ssh, *there)
+        done = secured.oobleck(*with_wheel, *options)
+        assert done.returncode == 0, done
+        return done
+
+    assert "these agents run no code that comes with jobs" in up().stderr
+    (tmp_path / "job.yaml").write_text(json.dumps(JOB))
+    job_id = secured.oobleck("submit", str(tmp_path / "job.yaml")).stdout.strip()
+    until(lambda: in_plan(secured, job_id) == set(NODES), "a plan of all nodes")
+    before = {name: agent_of(hosts, name) for name in NODES}
+    listed.write_text("".join(f"{hosts.line(name).strip()} workers=1\n" for name in NODES))
+    done = up("--rolling", "1")
+    assert [line.split()[0] for line in done.stdout.splitlines()[:-1]] == [
+        line.split()[0] for line in turns(done.stderr)
+    ]
+    assert all("started anew" in line for line in done.stdout.splitlines()[:-1])
+    assert in_plan(secured, job_id) == set(NODES)
+    assert not {agent.pid for agent in before.values() if agent.is_running()}
+    assert set(secured.states().values()) == {"live"}
+
+    folder = tmp_path / "state" / "jobs" / job_id
+    events = read_lines(folder / "events.jsonl")
+    assert one_at_a_time(events) == 3
+    secured.oobleck("cancel", job_id)
+    steps = [line["step"] for line in read_lines(folder / "metrics.jsonl")]
+    assert steps == list(range(1, len(steps) + 1))
+
+
+def turns(told: str) -> list[str]:
+    """The lines of progress about the ends of turns."""
+    return [line for line in told.splitlines() if line.endswith("waiting until it takes part")]
+
+
+def one_at_a_time(events: list[dict[str, Any]]) -> int:
+    """How many nodes have left the plan and come back, none while another was out."""
+    members, out, number = set(NODES), set[str](), 0
+    for event in events:
+        if event["event"] == "reconfigured":
+            after = event["pipelines_after"]
+            now = {stage["node"] for pipeline in after for stage in pipeline}
+            out = (out | members) - now
+            number += len(members - now)
+            members = now
+            assert len(out) <= 1
+    assert not out
+    return number
+
+
+def test_a_node_that_is_not_drained_goes_on_and_ends_the_roll(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rolling, "DRAINED_S", 0.0)
+    kept = pb.NodeInfo(node="n1", state="draining", reason="kept so far: n1 has the only copy")
+    undrained = list[str]()
+
+    def undrain(request: pb.UndrainNodeRequest) -> pb.NodeInfo:
+        undrained.append(request.node)
+        return pb.NodeInfo(node=request.node, state="live")
+
+    async def both(address: str) -> list[str]:
+        with MasterClient(address) as master:
+            roll = rolling.Rolling(master, 1)
+            return [await outcome(roll, name) for name in ("n1", "n2")]
+
+    async def outcome(roll: rolling.Rolling, name: str) -> str:
+        with pytest.raises(HostFailed) as failed:
+            async with roll.turn(name, lambda _: None):
+                raise AssertionError("its agent is not to be restarted")
+        return str(failed.value)
+
+    with answering(
+        ListNodes=lambda request: pb.ListNodesReply(nodes=[kept]),
+        DrainNode=lambda request: kept,
+        UndrainNode=undrain,
+    ) as address:
+        first, second = asyncio.run(both(address))
+    assert first == "it is not drained after 0 s: kept so far: n1 has the only copy"
+    assert second.startswith("not restarted, because the roll ended at n1;")
+    assert undrained == ["n1"]
