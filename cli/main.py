@@ -24,7 +24,10 @@ COMMANDS = {
     "node": ("oobleck.cli.cluster.node:node", "Take a node out for maintenance, and back."),
     "nodes": ("oobleck.cli.reading.show:nodes", "List the nodes."),
     "jobs": ("oobleck.cli.reading.show:jobs", "List the jobs."),
-    "events": ("oobleck.cli.reading.show:events", "Show the events of a job."),
+    "events": (
+        "oobleck.cli.reading.show:events",
+        "Show what happened to a job, or to the cluster.",
+    ),
     "metrics": ("oobleck.cli.jobs.metrics:metrics", "Show the loss of each step, and plot it."),
     "goodput": (
         "oobleck.cli.planning.goodput:goodput",

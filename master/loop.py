@@ -8,7 +8,7 @@ is safe for every task of the same event loop. Must not know gRPC.
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from oobleck.host.metrics import SHORT_S, Distribution, Durations
@@ -29,6 +29,7 @@ from oobleck.master.rules.next_plan import Foresight
 from oobleck.master.rules.reconcile import reconcile
 from oobleck.master.state.cluster import ID_BYTES, ClusterState
 from oobleck.master.state.job import Job
+from oobleck.master.storage.cluster_log import Numbered
 from oobleck.master.storage.disk import StorageFailed
 from oobleck.master.storage.journal import Journal
 from oobleck.master.storage.ledger import Ledger
@@ -118,6 +119,11 @@ class Master:
         if self._ledger.stuck:
             raise StorageFailed(self.problem)
         return self._ledger.committed
+
+    def cluster_events(self, after: int) -> Sequence[Numbered]:
+        """Return the cluster's newest events behind the number `after`, as far as they are on
+        disk."""
+        return self.archive.cluster.read(after, self._ledger.committed)
 
     def watch(self, note: Callable[[ClusterState, Event], None]) -> None:
         """Call `note` with each event before it changes the state."""

@@ -124,9 +124,9 @@ class Client:
             for line in lines:
                 yield decode(StepRecord, line)
 
-    def events(self, job: str, follow: bool = False) -> Iterator[dict[str, Any]]:
-        """Yield the job's events, oldest first, as in its events.jsonl (docs/formats.md). `follow`:
-        also future events, until the job ends."""
+    def events(self, job: str = "", follow: bool = False) -> Iterator[dict[str, Any]]:
+        """Yield the job's events, oldest first, as in its events.jsonl (docs/formats.md). `job`:
+        empty for the events of the cluster. `follow`: also future events, until the job ends."""
         with from_command():
             records = (
                 follow_events(self._master, job, tell=log.warning)

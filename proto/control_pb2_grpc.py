@@ -424,6 +424,7 @@ class OperatorServicer:
 
     def Events(self, request, context):
         """The records of events.jsonl, oldest first; with follow: also future ones, until the job ends.
+        Without a job: the cluster's newest events, and future ones without end.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

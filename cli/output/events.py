@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 from oobleck.cli.output.table import folded, grouped, longest_word, wrapped
-from oobleck.cli.output.text import lost_records, seconds
+from oobleck.cli.output.text import lost_records, moment, seconds
 from oobleck.core.units import comma_separated, count, format_bytes
 from oobleck.host.display import inline
 from oobleck.host.versions import described
@@ -16,6 +16,38 @@ def event_line(record: dict[str, Any], width: int | None = None) -> str:
     """Format a record of events.jsonl as one readable line, folded at `width`."""
     at = clock(float(record.get("time", 0.0)))
     return folded(f"{at}  {inline(sentence(record))}", width, indent=len(at) + 2)
+
+
+def cluster_line(record: dict[str, Any], width: int | None = None) -> str:
+    """Format an event of the cluster as one readable line, folded at `width`."""
+    at = moment(float(record["time"]))
+    return folded(f"{at}  {inline(cluster_sentence(record))}", width, indent=len(at) + 2)
+
+
+def cluster_sentence(record: dict[str, Any]) -> str:
+    """Return the sentence of an event of the cluster."""
+    match record:
+        case {"event": "master_started"}:
+            return "the master started"
+        case {"event": "term_began", "number": number, "reason": reason}:
+            return f"the master began term {number}: {reason}"
+        case {"event": "token_created", "token": token, "role": role, "name": name, "by": maker}:
+            whom = f"{role} {name}" if name else f"any {role}"
+            until = moment(record["expires_at"])
+            return f"token {token} for {whom} was made by {maker}, good until {until}"
+        case {"event": "token_revoked", "token": token}:
+            return f"token {token} was revoked"
+        case {"event": "certificate_issued", "role": role, "name": name, "token": token}:
+            until = moment(record["expires_at"])
+            return f"{role} {name} got a certificate for token {token}, good until {until}"
+        case {"event": "certificates_revoked", "role": role, "name": name}:
+            return f"the certificates of {role} {name} were revoked"
+        case {"event": "node_forgotten", "node": node}:
+            return f"node {node} is forgotten"
+        case {"job": job}:
+            return f"{job} {sentence(record)}"
+        case _:
+            return sentence(record)
 
 
 def sentence(record: dict[str, Any]) -> str:
@@ -87,6 +119,11 @@ def sentence(record: dict[str, Any]) -> str:
             return f"failed: {reason}"
         case {"event": "journal_cut", "reason": reason}:
             return str(reason)
+        case {"event": "adopted", "nodes": nodes}:
+            return f"adopted with {count(len(nodes), 'node')}, which trained it for another master"
+        case {"event": "records_differ", "step": step, "nodes": nodes, "fields": fields}:
+            told = f"{' and '.join(nodes)} report different values of step {step}"
+            return f"{told}: {', '.join(fields)}"
         case {"event": "submitted" | "succeeded" | "cancelled" as event}:
             return str(event)
         case _:

@@ -123,98 +123,8 @@ def jobs(master: Endpoint, watch_s: float | None, form: "Form") -> None:
 # ---- oobleck events
 
 
-@click.command()
-@job_argument()
-@options.follow_option("Continue with new events until the job ends.")
-@click.option(
-    "--incidents", is_flag=True, help="Only failures and slow workers, with their consequences."
-)
-@click.option(
-    "--policies",
-    is_flag=True,
-    help="A line for each recovery policy and rule: how often it answered, and the standstill and "
-    "the step that were expected and happened.",
-)
-@options.master_option
-@options.form_options("One JSON object per line, as in the job's events.jsonl.")
-def events(
-    job_id: str, follow: bool, incidents: bool, policies: bool, master: Endpoint, form: "Form"
-) -> None:
-    """Show the events of a job, oldest first: losses, reconfigurations, the end.
-
-    A closed failure is shown in full: root cause, first witness, seconds per phase, cost. Slow
-    workers are shown once none is slow any more: their pace, and the answers.
-    """
-    from oobleck.cli.client import MasterClient
-    from oobleck.cli.jobs.follow import follow_events
-    from oobleck.cli.output.events import event_line, incident_block
-    from oobleck.cli.output.table import terminal_width, wants_colour
-    from oobleck.cli.output.text import entry, is_data
-
-    if policies:
-        if follow or incidents:
-            raise click.UsageError("--policies excludes -f and --incidents; leave them out")
-        return _tell_policies(job_id, master, form)
-    coloured = wants_colour()
-    told = 0
-    with MasterClient(master) as connection:
-        records = (
-            follow_events(connection, job_id) if follow else connection.events(job_id, follow=False)
-        )
-        for record in records:
-            event = json.loads(record.json)
-            of_incident = event["event"] == "incident"
-            if incidents and not of_incident:
-                continue
-            told += 1
-            width = None if form == "wide" else terminal_width()
-            if is_data(form):
-                click.echo(entry(event, form))
-            elif of_incident:
-                block = incident_block(event, colour=coloured, width=width)
-                click.echo(block, color=coloured)
-            else:
-                click.echo(event_line(event, width))
-    if incidents and told == 0:
-        click.echo(
-            f"no incident of {job_id} is closed; 'oobleck status {job_id}' names an open one",
-            err=True,
-        )
-
-
-def _tell_policies(job_id: str, master: Endpoint, form: "Form") -> None:
-    from oobleck.cli.client import MasterClient
-    from oobleck.cli.output.table import terminal_width
-    from oobleck.cli.output.text import entry, is_data
-    from oobleck.cli.view.predicted import predicted, predicted_table
-
-    with MasterClient(master) as connection:
-        told = [json.loads(one.json) for one in connection.events(job_id, follow=False)]
-        found = predicted(told, map(json.loads, connection.metrics(job_id, follow=False)))
-    if is_data(form):
-        for one in found:
-            click.echo(entry(one.data(), form))
-    elif found:
-        click.echo(predicted_table(found, width=terminal_width(), wide=form == "wide"))
-    else:
-        click.echo(f"{job_id} has had no plan after its first one", err=True)
-
-
-# ---- oobleck logs
-
-
-#: Maximum of the protocol's field.
-MOST_RANK = 2**32 - 1
-#: Most lines kept until the last ones are known.
-_MOST_TAIL = 100_000
 #: A time of day without a date means its last occurrence.
 _CLOCK = re.compile(r"(\d\d?):(\d\d(?::\d\d)?)")
-
-_EPILOG = """\b
-Examples:
-  oobleck logs demo-1 --tail 20 -f              the last lines, and new ones
-  oobleck logs demo-1 --since 10m --grep 'loss|nan'
-  oobleck logs demo-1 --since '2026-03-01 04:00' --node n3"""
 
 
 class _Moment(click.ParamType):  # type: ignore[type-arg]  # older releases are not generic at run time
@@ -247,6 +157,126 @@ def _latest(clock: str, now: datetime) -> datetime:
     return today if today <= now else today - timedelta(days=1)
 
 
+_since_option = click.option(
+    "--since",
+    type=_Moment(),
+    metavar="TIME",
+    help="Only lines since then: 10m (ago), the last 14:30, or '2026-03-01 14:30'.",
+)
+
+
+@click.command()
+@job_argument(required=False)
+@options.follow_option("Continue with new events: until the job ends, or without JOB, for ever.")
+@_since_option
+@click.option(
+    "--incidents", is_flag=True, help="Only failures and slow workers, with their consequences."
+)
+@click.option(
+    "--policies",
+    is_flag=True,
+    help="A line for each recovery policy and rule: how often it answered, and the standstill and "
+    "the step that were expected and happened.",
+)
+@options.master_option
+@options.form_options("One JSON object per line, as in the job's events.jsonl.")
+def events(
+    job_id: str | None,
+    follow: bool,
+    since: str | None,
+    incidents: bool,
+    policies: bool,
+    master: Endpoint,
+    form: "Form",
+) -> None:
+    """Show the events of a job, oldest first: losses, reconfigurations, the end.
+
+    Without JOB, show the events of the cluster: starts of the master, joins, losses and drains of
+    nodes, jobs, tokens and certificates.
+
+    A closed failure is shown in full: root cause, first witness, seconds per phase, cost. Slow
+    workers are shown once none is slow any more: their pace, and the answers.
+    """
+    from oobleck.cli.client import MasterClient
+    from oobleck.cli.jobs.follow import follow_events, log_time
+    from oobleck.cli.output.events import cluster_line, event_line, incident_block
+    from oobleck.cli.output.table import terminal_width, wants_colour
+    from oobleck.cli.output.text import entry, is_data
+
+    if job_id is None and (incidents or policies):
+        raise click.UsageError("--incidents and --policies are of one job; name it")
+    if policies:
+        if follow or incidents or since:
+            raise click.UsageError(
+                "--policies excludes -f, --since and --incidents; leave them out"
+            )
+        return _tell_policies(job_id or "", master, form)
+    coloured = wants_colour()
+    told = 0
+    with MasterClient(master) as connection:
+        asked = job_id or ""
+        records = (
+            follow_events(connection, asked) if follow else connection.events(asked, follow=False)
+        )
+        for record in records:
+            event = json.loads(record.json)
+            of_incident = event["event"] == "incident"
+            if incidents and not of_incident:
+                continue
+            if since is not None and log_time(event["time"]) < since:
+                continue
+            told += 1
+            width = None if form == "wide" else terminal_width()
+            if is_data(form):
+                click.echo(entry(event, form))
+            elif job_id is None:
+                click.echo(cluster_line(event, width))
+            elif of_incident:
+                block = incident_block(event, colour=coloured, width=width)
+                click.echo(block, color=coloured)
+            else:
+                click.echo(event_line(event, width))
+    if incidents and told == 0:
+        when = " since then" if since is not None else ""
+        click.echo(
+            f"no incident of {job_id} is closed{when}; 'oobleck status {job_id}' names an open one",
+            err=True,
+        )
+
+
+def _tell_policies(job_id: str, master: Endpoint, form: "Form") -> None:
+    from oobleck.cli.client import MasterClient
+    from oobleck.cli.output.table import terminal_width
+    from oobleck.cli.output.text import entry, is_data
+    from oobleck.cli.view.predicted import predicted, predicted_table
+
+    with MasterClient(master) as connection:
+        told = [json.loads(one.json) for one in connection.events(job_id, follow=False)]
+        found = predicted(told, map(json.loads, connection.metrics(job_id, follow=False)))
+    if is_data(form):
+        for one in found:
+            click.echo(entry(one.data(), form))
+    elif found:
+        click.echo(predicted_table(found, width=terminal_width(), wide=form == "wide"))
+    else:
+        click.echo(f"{job_id} has had no plan after its first one", err=True)
+
+
+# ---- oobleck logs
+
+
+#: Maximum of the protocol's field.
+MOST_RANK = 2**32 - 1
+#: Most lines kept until the last ones are known.
+_MOST_TAIL = 100_000
+
+_EPILOG = """\b
+Examples:
+  oobleck logs demo-1 --tail 20 -f              the last lines, and new ones
+  oobleck logs demo-1 --since 10m --grep 'loss|nan'
+  oobleck logs demo-1 --since '2026-03-01 04:00' --node n3"""
+
+
 class _Pattern(click.ParamType):  # type: ignore[type-arg]  # as above
     name = "regex"
 
@@ -271,12 +301,7 @@ class _Pattern(click.ParamType):  # type: ignore[type-arg]  # as above
     metavar="N",
     help="Only the last N of the existing lines.",
 )
-@click.option(
-    "--since",
-    type=_Moment(),
-    metavar="TIME",
-    help="Only lines since then: 10m (ago), the last 14:30, or '2026-03-01 14:30'.",
-)
+@_since_option
 @click.option("--grep", type=_Pattern(), metavar="REGEX", help="Only lines that match REGEX.")
 @click.option(
     "--node", metavar="NAME", shell_complete=node_names, help="Only the workers of this node."

@@ -286,6 +286,10 @@ class OperatorService(rpc.OperatorServicer):
     async def Events(
         self, request: pb.EventsRequest, context: Context
     ) -> AsyncIterator[pb.EventRecord]:
+        if not request.job_id:
+            async for record in self._cluster_events(follow=request.follow):
+                yield record
+            return
         job = await self._job(request.job_id, context)
         told = 0
         while True:
@@ -298,6 +302,17 @@ class OperatorService(rpc.OperatorServicer):
                 if not lines:
                     break
             if ended or not request.follow:
+                return
+            await self._master.changes.after(changed)
+
+    async def _cluster_events(self, *, follow: bool) -> AsyncIterator[pb.EventRecord]:
+        told = 0
+        while True:
+            changed = self._master.changes.next
+            for number, line in self._master.cluster_events(told):
+                told = number
+                yield pb.EventRecord(json=line)
+            if not follow:
                 return
             await self._master.changes.after(changed)
 

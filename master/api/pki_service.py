@@ -52,6 +52,7 @@ from oobleck.master.state.trust import (
     find_token,
     is_revoked,
     joined_by,
+    token_id,
     was_revoked,
 )
 from oobleck.proto import control_pb2 as pb
@@ -76,8 +77,6 @@ _FIX = (
 )
 SHORTEST_TTL_S = 1.0
 LONGEST_TTL_S = 7 * 86_400.0
-#: Characters of a token's fingerprint that stand for the token.
-ID_CHARACTERS = 12
 
 
 def _key(path: Path) -> pki.Key:
@@ -273,7 +272,7 @@ class PkiService(rpc.PkiServicer):
         return pb.ListCredentialsReply(
             tokens=[
                 pb.TokenInfo(
-                    id=fingerprint[:ID_CHARACTERS],
+                    id=token_id(fingerprint),
                     role=token.role,
                     name=token.name,
                     expires_at=token.expires_at,

@@ -30,8 +30,14 @@ MOST_HOLDERS = 100_000
 #: Least interval between certificates of a holder; for short-lived ones, a part of their life.
 RENEWALS_APART_S = 60.0
 RENEWALS_APART_PART = 1 / 50
-#: Fewest characters of a fingerprint that name its token.
+#: Characters of a token's fingerprint that stand for the token, and the fewest that name it.
+_ID_CHARACTERS = 12
 _FEWEST_CHARACTERS = 6
+
+
+def token_id(fingerprint: str) -> str:
+    """Return the token's id for operators."""
+    return fingerprint[:_ID_CHARACTERS]
 
 
 class Denied(Exception):

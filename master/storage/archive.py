@@ -23,6 +23,7 @@ from typing import NamedTuple
 from oobleck.core.ids import JobId, NodeName, WorkerId
 from oobleck.core.messages import EvaluationRecord, StepRecord
 from oobleck.master.config import MasterConfig
+from oobleck.master.storage.cluster_log import ClusterLog
 from oobleck.master.storage.disk import Storage, StorageFailed, storing
 from oobleck.master.storage.records import EvaluationLog, EventLog, MetricsLog
 
@@ -151,6 +152,7 @@ class Archive:
         self._config = config
         self.storage = Storage(config.state_dir)
         self.events = EventLog(config.state_dir)
+        self.cluster = ClusterLog()
         self.logs = LogStore(config.state_dir)
         self._metrics: dict[JobId, MetricsLog] = {}
         self._evaluations: dict[JobId, EvaluationLog] = {}

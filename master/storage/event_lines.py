@@ -1,4 +1,4 @@
-"""Lines of events.jsonl that follow from a journaled event.
+"""Lines of events.jsonl, and of the cluster's events, that follow from a journaled event.
 
 Pure: the same journal gives the same lines, so that a restarted master knows which of them the file
 lacks. Must not know files; `oobleck.master.storage.records` numbers and writes the lines.
@@ -8,11 +8,21 @@ from collections.abc import Iterator, Mapping
 
 from oobleck.core.ids import JobId
 from oobleck.master.events import jobs, nodes
-from oobleck.master.events.unions import JournalCut, Journaled
+from oobleck.master.events.unions import (
+    CredentialIssued,
+    CredentialsRevoked,
+    JournalCut,
+    Journaled,
+    MasterStarted,
+    TermBegan,
+    TokenCreated,
+    TokenRevoked,
+)
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.incidents import closes, incident_after, own_error_after
 from oobleck.master.state.job import ENDED
 from oobleck.master.state.slowdowns import slowdown_after
+from oobleck.master.state.trust import token_id
 from oobleck.master.storage.incident_lines import (
     EventLine,
     end_lines,
@@ -138,10 +148,46 @@ def _line(state: ClusterState, event: Journaled) -> EventLine | None:
             return None
 
 
-def _cut_line(event: JournalCut, job_id: JobId) -> EventLine:
+def _cut_line(event: JournalCut, job_id: JobId | None) -> EventLine:
     reason = "the end of the master's journal was not whole"
     if event.bytes:
         reason += f": {event.bytes} bytes are cut off, and kept as {event.kept_as}"
     if job_id in event.records:
         reason += "; records before this one tell of events that it lacks"
     return _with("journal_cut", event, "bytes", "kept_as") | {"reason": reason}
+
+
+def cluster_line(state: ClusterState, event: Journaled) -> EventLine | None:
+    """Return the line of the cluster's events; None: `event` is about the inside of one job, or
+    too frequent, as renewals of certificates are. `state` is as before it."""
+    match event:
+        case MasterStarted():
+            return {"event": "master_started"}
+        case TermBegan():
+            return _with("term_began", event, "number", "reason")
+        case JournalCut():
+            return _cut_line(event, None)
+        case TokenCreated():
+            made = _with("token_created", event, "role", "name", "expires_at")
+            return made | {"token": token_id(event.fingerprint), "by": "/".join(event.maker)}
+        case TokenRevoked():
+            return {"event": "token_revoked", "token": token_id(event.fingerprint)}
+        case CredentialIssued(token=token) if token:
+            issued = _with("certificate_issued", event, "role", "name", "expires_at")
+            return issued | {"token": token_id(token)}
+        case CredentialsRevoked():
+            return _with("certificates_revoked", event, "role", "name")
+        case jobs.JobSubmitted() | jobs.JobAdopted():
+            return {**(_line(state, event) or {}), "job": event.job_id}
+        case jobs.JobSucceeded():
+            return {"event": "succeeded", "job": event.job_id}
+        case jobs.JobFailed():
+            return {"event": "failed", "job": event.job_id, "reason": event.reason}
+        case jobs.JobCancelled():
+            return {"event": "cancelled", "job": event.job_id}
+        case nodes.NodeForgotten():
+            return _with("node_forgotten", event, "node")
+        case nodes.WorkerLost():
+            return None
+        case _:
+            return _line(state, event) if isinstance(event, nodes.NodeEvent) else None

@@ -58,8 +58,9 @@ from oobleck.master.state.cluster import ID_BYTES, ClusterState, History
 from oobleck.master.state.reducer.apply import apply
 from oobleck.master.state.validate import InvariantViolation, validate, violations
 from oobleck.master.storage.archive import Archive
+from oobleck.master.storage.cluster_log import ClusterLog
 from oobleck.master.storage.disk import StorageFailed, storing
-from oobleck.master.storage.event_lines import lines_of
+from oobleck.master.storage.event_lines import cluster_line, lines_of
 from oobleck.master.storage.journal import THAT_RELEASE, Journal, Snapshot
 from oobleck.master.storage.snapshot import restore, take
 
@@ -244,7 +245,7 @@ class Ledger:
             return
         try:
             self.archive.events.sync()  # earlier lines are not made again
-            self._journal.compact(take(self.state, self.archive.events.given), self.unix())
+            self._journal.compact(self._snapshot(), self.unix())
         except StorageFailed as failed:
             self.archive.storage.failed(failed)
 
@@ -310,12 +311,16 @@ class Ledger:
             )
         )
 
+    def _snapshot(self) -> str:
+        return take(self.state, self.archive.events.given, self.archive.cluster.lines)
+
     def _restore(self, snapshot: Snapshot, now: float) -> None:
         try:
-            self.state, given = restore(snapshot.content, now)
+            self.state, given, events = restore(snapshot.content, now)
         except ValueError as error:
             raise self._journal.unusable(f"has {error}: {THAT_RELEASE}") from error
         self.archive.events.resume(given)
+        self.archive.cluster = ClusterLog(events)
 
     def _cut(self) -> JournalCut:
         cut = self._journal.cut
@@ -330,6 +335,8 @@ class Ledger:
             self.archive.events.resume(event.records)
         for job_id, line in lines_of(self.state, event, unix):
             self.archive.events.add(job_id, line, unix)
+        if (told := cluster_line(self.state, event)) is not None:
+            self.archive.cluster.add(self.state.sequence + 1, told, unix)
         self._apply(event, now, unix)
         if isinstance(event, JobForgotten):
             self.archive.forget(event.job_id)

@@ -7,7 +7,7 @@ nothing here. Must not know where the text is kept.
 import base64
 import zlib
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import Any, get_args, get_origin, get_type_hints
@@ -20,6 +20,7 @@ from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.job import Job
 from oobleck.master.state.job_observed import JobSeen
 from oobleck.master.state.node import Node, NodeSeen
+from oobleck.master.storage.cluster_log import Numbered
 
 #: Fields left out: observations, stored profiles, and values written beside the cluster.
 _LEFT_OUT: Mapping[type, tuple[str, ...]] = {
@@ -46,21 +47,24 @@ class _Text(msgspec.Struct, frozen=True, kw_only=True):
     jobs: dict[str, dict[str, msgspec.Raw]]
     #: Number of lines in each job's events.jsonl that earlier events have given.
     records: dict[JobId, int]
+    #: The cluster's newest events; an earlier release kept none.
+    events: Sequence[Numbered] = ()
 
 
-def take(state: ClusterState, lines: Mapping[JobId, int]) -> str:
-    """Return the text of all durable parts of `state`, and of the number of event lines in each
-    job's log."""
+def take(state: ClusterState, lines: Mapping[JobId, int], events: Sequence[Numbered]) -> str:
+    """Return the text of all durable parts of `state`, of the number of event lines in each job's
+    log, and of the cluster's newest events."""
     text = _Text(
         state=_parts(state),
         nodes={name: _parts(node) for name, node in state.nodes.items()},
         jobs={job_id: _parts(job) for job_id, job in state.jobs.items()},
         records=dict(lines),
+        events=events,
     )
     return base64.b64encode(zlib.compress(msgspec.msgpack.encode(text), _LEVEL)).decode()
 
 
-def restore(content: str, now: float) -> tuple[ClusterState, dict[JobId, int]]:
+def restore(content: str, now: float) -> tuple[ClusterState, dict[JobId, int], Sequence[Numbered]]:
     """Restore what `take` was given, with no observations yet. Raises ValueError."""
     try:
         packed = zlib.decompress(base64.b64decode(content))
@@ -71,7 +75,7 @@ def restore(content: str, now: float) -> tuple[ClusterState, dict[JobId, int]]:
             state.nodes[NodeName(name)] = node
         for job_id, parts in text.jobs.items():
             state.jobs[JobId(job_id)] = _whole(Job, parts, seen=JobSeen())
-        return state, text.records
+        return state, text.records, text.events
     except (msgspec.DecodeError, TypeError, ValueError, zlib.error) as error:
         raise ValueError(f"a snapshot that this release does not know ({error})") from error
 

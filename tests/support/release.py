@@ -182,7 +182,7 @@ def state_of(path: Path) -> ClusterState:
     with contextlib.closing(Journal(path)) as journal:
         for unix, entry in journal.replay():
             if isinstance(entry, Snapshot):
-                state, _ = snapshots.restore(entry.content, 0.0)
+                state, *_ = snapshots.restore(entry.content, 0.0)
             else:
                 apply(state, entry, now=0.0, unix=unix)
     return state

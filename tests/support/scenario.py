@@ -276,7 +276,7 @@ class Player:
 
     def _check_replay(self) -> None:
         assert durable(self._replayed()) == durable(self.state)
-        restored, _ = snapshot.restore(snapshot.take(self.state, {}), self.now)
+        restored, *_ = snapshot.restore(snapshot.take(self.state, {}, ()), self.now)
         assert durable(restored) == durable(self.state)
 
     # ---- commands

@@ -296,9 +296,10 @@ def test_a_state_comes_back_from_its_snapshot_with_all_who_are_trusted() -> None
     player.play(SCENARIO.read_text())
     issued = CredentialIssued(role="agent", name="n1", expires_at=5.0)
     apply(player.state, issued, now=player.now, unix=1.0)
-    restored, given = snapshots.restore(snapshots.take(player.state, {JobId("demo-1"): 7}), 0.0)
+    content = snapshots.take(player.state, {JobId("demo-1"): 7}, [(8, "{}")])
+    restored, given, events = snapshots.restore(content, 0.0)
     assert durable(restored) == durable(player.state)
-    assert given == {"demo-1": 7}
+    assert (given, [*events]) == ({"demo-1": 7}, [(8, "{}")])
     with pytest.raises(ValueError, match="that this release does not know"):
         snapshots.restore("bm90aGluZw==", 0.0)
 
@@ -306,7 +307,7 @@ def test_a_state_comes_back_from_its_snapshot_with_all_who_are_trusted() -> None
 def test_a_field_that_a_part_of_a_job_lacks_is_of_another_version() -> None:
     player = Player()
     player.play(SCENARIO.read_text())
-    packed = base64.b64decode(snapshots.take(player.state, {}))
+    packed = base64.b64decode(snapshots.take(player.state, {}, ()))
     text = msgspec.msgpack.decode(zlib.decompress(packed), type=dict[str, msgspec.Raw])
     jobs = msgspec.msgpack.decode(text["jobs"], type=dict[str, dict[str, msgspec.Raw]])
     saves = msgspec.msgpack.decode(jobs["demo-1"]["saves"])
