@@ -218,9 +218,9 @@ def _of_rate(ways: Ways) -> Iterator[Finding]:
     slow = [end for end, rate in rates.items() if few <= rate < _SLOW_BYTES_PER_S]
     for scope in _two_kinds(unlike, slow, measured):
         worst = min(rates[end] for end in scope.ways)
-        what = f"{_mbs(worst)} get through {scope.words}"
+        what = f"{_rate(worst)} get through {scope.words}"
         if worst < few:
-            what += f", and {_mbs(usual)} elsewhere"
+            what += f", and {_rate(usual)} elsewhere"
         fix = (
             "check the link's speed (ethtool DEV), errors (ip -s link), other users of it, "
             "and whether --interface names the fast network"
@@ -229,7 +229,7 @@ def _of_rate(ways: Ways) -> Iterator[Finding]:
     if not (unlike or slow):
         sent = max(way.sent_bytes for way in measured.values())
         what = (
-            f"{_mbs(min(rates.values()))} to {_mbs(max(rates.values()))} get through one "
+            f"{_rates(min(rates.values()), max(rates.values()))} get through one "
             f"connection, each way, by at most {sent >> 20} MiB"
         )
         figures = {
@@ -269,8 +269,24 @@ def _ms(seconds: float) -> str:
     return f"{1000 * seconds:.2g} ms"
 
 
-def _mbs(rate: float) -> str:
-    return f"{rate / 1e6:,.3g} MB/s"
+def _rate(rate: float) -> str:
+    unit, factor = _unit(rate)
+    return f"{_figure(rate / factor)} {unit}"
+
+
+def _rates(least: float, most: float) -> str:
+    """Format a range in the unit of its larger end, as `0.6 to 1.1 GB/s`."""
+    unit, factor = _unit(most)
+    return f"{_figure(least / factor)} to {_figure(most / factor)} {unit}"
+
+
+def _unit(rate: float) -> tuple[str, float]:
+    return ("GB/s", 1e9) if rate >= 1e9 else ("MB/s", 1e6)
+
+
+def _figure(number: float) -> str:
+    """Format a figure with two digits at least."""
+    return f"{number:.0f}" if number >= 10 else f"{number:.2g}"
 
 
 def unmeasured(names: Sequence[str], pairs: int) -> Iterator[Finding]:

@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Iterable, Iterator
 
 import pytest
+from msgspec.structs import replace
 
 from oobleck.core.orders import Finding, Looked, Seen, Way
 from oobleck.host.doctor import together, ways
@@ -45,6 +46,18 @@ def test_ways_that_are_well() -> None:
     assert {finding.level for finding in found} == {"pass"}
     assert [finding.check for finding in found] == ["ports", "mtu", "latency", "bandwidth"]
     assert list(ways.conclude({})) == []
+
+
+def test_rates_are_told_as_people_write_them() -> None:
+    slower = replace(WELL, there_bytes_per_s=6e8)
+    found = ways.conclude(
+        {
+            ("n1", "n2"): replace(WELL, there_bytes_per_s=1.1e9, back_bytes_per_s=2e9),
+            ("n2", "n1"): slower,
+        }
+    )
+    (told,) = (finding.what for finding in found if finding.check == "bandwidth")
+    assert told.startswith("0.6 to 1.1 GB/s get through one connection")
 
 
 def test_where_there_is_no_way() -> None:
