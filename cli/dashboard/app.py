@@ -30,7 +30,7 @@ from oobleck.cli.dashboard.hub import Hub, until
 from oobleck.cli.dashboard.pages import ClusterPage, IncidentPage, JobPage, LogsPage
 from oobleck.cli.dashboard.parts import MOST_STREAMS, Problem, Rendering, Streams
 from oobleck.cli.dashboard.sessions import Session, Sessions
-from oobleck.cli.dashboard.web import Guard, Page, SessionPath, Site, Web
+from oobleck.cli.dashboard.web import AGAIN_S, Guard, Page, SessionPath, Site, Web
 from oobleck.cli.view.feeds import Connect
 
 _STATIC = Path(__file__).parent / "static"
@@ -93,20 +93,23 @@ Handler = Callable[[Request], Awaitable[Response]]
 def _page(web: Web, make: Make) -> Handler:
     async def show(request: Request) -> Response:
         session = web.reader(request)
-        await web.site.hub.look()
+        await web.site.hub.look(request.path_params.get("job", ""))
         page = make(web.site, session, _asked(request))
         page.touch()
         await until(page.is_ready, _PATIENCE_S)
+        is_old = web.site.hub.is_old()
         query = f"?{request.url.query}" if request.url.query else ""
         told, session.told = session.told, ""
         return web.html(
             request,
             page.template,
+            503 if is_old else 200,
             session=session,
             page=page,
             rendering=web.site.render(page),
             live=f"live{request.url.path}{query}",
             told=told,
+            asks_again_s=AGAIN_S if is_old else 0,
         )
 
     return show
@@ -117,7 +120,7 @@ def _live(web: Web, make: Make) -> Handler:
         session = web.reader(request)
         if web.site.streams.open >= MOST_STREAMS:
             return PlainTextResponse("too many pages are open; close some\n", 503)
-        await web.site.hub.look()
+        await web.site.hub.look(request.path_params.get("job", ""))
         page = make(web.site, session, _asked(request))
         seen = web.site.renderings.known(request.query_params.get("seen", ""))
 

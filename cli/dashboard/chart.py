@@ -49,7 +49,6 @@ class Chart:
     #: Ranges of the axes: step, value.
     x_range: tuple[float, float]
     y_range: tuple[float, float]
-    last: str
 
 
 def chart(
@@ -57,17 +56,20 @@ def chart(
     value: Callable[[Point], float | None],
     marks: Iterable[Mark] = (),
     *,
+    through: int = 0,
     banded: bool = False,
     from_zero: bool = False,
 ) -> Chart | None:
-    """Draw `value` over the points' steps. Return None if there is nothing to draw."""
+    """Draw `value` over the points' steps. Return None if there is nothing to draw. `through`: step
+    up to which the axis goes at least."""
     known = [(p, v) for p in points if (v := value(p)) is not None and math.isfinite(v)]
     if not known:
         return None
     lows = [p.low if banded and p.low is not None else v for p, v in known]
     highs = [p.high if banded and p.high is not None else v for p, v in known]
     low, high = _widened(0.0 if from_zero else min(lows), max(highs))
-    first, last = float(known[0][0].first), float(max(known[-1][0].last, known[0][0].first + 1))
+    first = float(known[0][0].first)
+    last = float(max(known[-1][0].last, known[0][0].first + 1, through))
 
     def x(step: float) -> float:
         return LEFT + (WIDTH - LEFT - RIGHT) * (step - first) / (last - first)
@@ -93,7 +95,6 @@ def chart(
         ),
         x_range=(first, last),
         y_range=(low, high),
-        last=_exact(known[-1][1]),
     )
 
 
@@ -135,7 +136,3 @@ def _short(of: float, span: float) -> str:
         if abs(of) >= factor and span >= factor / 100:
             return f"{of / factor:g}{unit}"
     return f"{round(of, 12):.4g}" if span > abs(of) / 1000 else f"{of:.6g}"
-
-
-def _exact(of: float) -> str:
-    return f"{of:,.0f}" if abs(of) >= 1000 else f"{of:.4f}"

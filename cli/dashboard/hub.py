@@ -14,7 +14,14 @@ from starlette.requests import Request
 from oobleck.cli.client import MasterClient
 from oobleck.cli.dashboard.parts import Problem
 from oobleck.cli.jobs.follow import log_time
-from oobleck.cli.view.feeds import ClusterFeed, Connect, JobFeed, LogFeed, Snapshot
+from oobleck.cli.view.feeds import (
+    ClusterFeed,
+    Connect,
+    EventFeed,
+    JobFeed,
+    LogFeed,
+    Snapshot,
+)
 from oobleck.host.command import DENIED, NO_SUCH_THING, UNREACHABLE, USAGE, CommandFailed
 from oobleck.proto import control_pb2 as pb
 
@@ -24,12 +31,13 @@ IDLE_S = 30.0
 MOST_FEEDS = 32
 #: Age, by the job's last sign of life, from which output is not shown.
 _OUTPUT_S = 3600.0
-#: Age up to which an answer is shown at once.
+#: Age up to which an answer is shown at once, and from which its time is shown.
 _FRESH_S = 2.0
+_OLD_S = 5.0
 _PATIENCE_S = 3.0
 _POLL_S = 0.02
 
-F = TypeVar("F", JobFeed, LogFeed)
+F = TypeVar("F", JobFeed, LogFeed, EventFeed)
 
 
 async def until(condition: Callable[[], bool], patience_s: float) -> None:
@@ -47,6 +55,8 @@ class Hub:
         self.cluster = ClusterFeed(connect)
         self._jobs: dict[str, JobFeed] = {}
         self._logs: dict[str, LogFeed] = {}
+        #: One at most, so that it is kept like the others.
+        self._events: dict[str, EventFeed] = {}
 
     def close(self) -> None:
         self.cluster.close()
@@ -54,20 +64,37 @@ class Hub:
             feed.close()
         for output in self._logs.values():
             output.close()
+        for events in self._events.values():
+            events.close()
 
-    async def look(self) -> Snapshot | None:
-        """Return the master's current or last answer about the cluster; None: it never answered."""
+    async def look(self, job_id: str = "") -> Snapshot | None:
+        """Return the master's current or last answer about the cluster; None: it never answered.
+        `job_id`: job that a current answer must have, unless it was asked for only now."""
         feed = self.cluster
         feed.touch()
-        asked = feed.version
+        asked, asked_at = feed.version, time.time()
 
         def has_answered() -> bool:
             if feed.trouble is not None and feed.version > asked:
                 return True
-            return feed.snapshot is not None and time.time() - feed.snapshot.at < _FRESH_S
+            found = feed.snapshot
+            if found is None or found.at <= asked_at - _FRESH_S:
+                return False
+            return found.at >= asked_at or not job_id or found.job(job_id) is not None
 
         await until(has_answered, _PATIENCE_S)
         return feed.snapshot
+
+    def is_old(self) -> bool:
+        """Return whether the last answer about the cluster is not of now."""
+        feed = self.cluster
+        if feed.trouble is not None or feed.snapshot is None:
+            return True
+        return time.time() - feed.snapshot.at > _OLD_S
+
+    def events(self) -> EventFeed:
+        """Return the feed of the cluster's events."""
+        return _found(self._events, "cluster", lambda: EventFeed(self._connect))
 
     def job(self, status: pb.JobStatus) -> JobFeed:
         """Return the job's feed. Raise Problem."""
@@ -85,6 +112,7 @@ class Hub:
             await asyncio.sleep(IDLE_S / 6)
             _let_go(self._jobs)
             _let_go(self._logs)
+            _let_go(self._events)
 
 
 def _found(feeds: dict[str, F], name: str, make: Callable[[], F]) -> F:

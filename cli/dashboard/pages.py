@@ -7,15 +7,24 @@ from dataclasses import dataclass
 from typing import Any
 
 from oobleck.cli.dashboard.chart import Mark, chart
-from oobleck.cli.dashboard.parts import Part, Problem
+from oobleck.cli.dashboard.parts import Part
 from oobleck.cli.dashboard.sessions import Session
 from oobleck.cli.dashboard.web import Site
 from oobleck.cli.output import text
-from oobleck.cli.output.events import facts, how_it_ended, sentence
+from oobleck.cli.output.events import clock, cluster_sentence, facts, how_it_ended, sentence
 from oobleck.cli.output.table import tone
 from oobleck.cli.view.feeds import JobFeed, JobHistory, Line, LogFeed
 from oobleck.cli.view.series import Point
-from oobleck.cli.view.state import NodeRow, cluster, job_row, loss, open_incident, plan_map
+from oobleck.cli.view.state import (
+    NodeRow,
+    cluster,
+    has_prospect,
+    job_row,
+    loss,
+    open_incident,
+    open_incidents,
+    plan_map,
+)
 from oobleck.core.units import count
 from oobleck.proto import control_pb2 as pb
 
@@ -45,10 +54,11 @@ class ClusterBased:
         return self.site.templates.part(id, f"parts/{id}.html", **values)
 
 
-# ---- page Cluster: nodes, jobs, rates, and how many nodes may still be lost
+# ---- page Cluster: open incidents, jobs, nodes, rates, and what has happened
 
 
 _MOST_JOBS = 50
+_MOST_CLUSTER_EVENTS = 40
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,16 +72,38 @@ class ClusterPage(ClusterBased):
     template = "cluster.html"
     active = "cluster"
 
+    def touch(self) -> None:
+        super().touch()
+        _ = self.site.hub.events()
+
+    def version(self) -> Hashable:
+        return super().version(), self.site.hub.events().version
+
+    def is_ready(self) -> bool:
+        return self.site.hub.events().is_ready
+
     def parts(self) -> Sequence[Part]:
         snapshot = self.site.snapshot()
         found = cluster(snapshot.nodes, snapshot.jobs)
         may_drain = self.role == "operator"
+        happened = self.site.hub.events().events()
+        ended = [job for job in found.jobs if job.progress.over]
         return [
             self.part("summary", found=found, tone=tone),
+            self.part("open", incidents=open_incidents(snapshot.jobs)),
             self.part(
                 "jobs",
-                jobs=found.jobs[:_MOST_JOBS],
-                more=max(0, len(found.jobs) - _MOST_JOBS),
+                jobs=[job for job in found.jobs if not job.progress.over],
+                losses=found.losses,
+            ),
+            self.part("ended", jobs=ended[:_MOST_JOBS], number=len(ended)),
+            self.part(
+                "events",
+                heading="What happened",
+                events=[
+                    {"at": text.moment(event["time"]), "told": cluster_sentence(dict(event))}
+                    for event in reversed(happened[-_MOST_CLUSTER_EVENTS:])
+                ],
             ),
             self.site.templates.rows(
                 "nodes",
@@ -89,6 +121,10 @@ class ClusterPage(ClusterBased):
 
 _MOST_EVENTS = 30
 _MOST_INCIDENTS = 20
+#: Facts that the page shows elsewhere.
+_SHOWN = ("job", "state", "step", "loss", "speed", "incident", "can lose")
+#: Events that an incident tells.
+_OF_INCIDENT = ("node_lost", "worker_lost", "worker_late", "node_reset", "reconfigured")
 
 
 class JobBased(ClusterBased):
@@ -108,7 +144,7 @@ class JobBased(ClusterBased):
         if found is None:
             names = ", ".join(job.job_id for job in snapshot.jobs[-5:]) or "none yet"
             told = f"no such job: {self.job_id[:100]}; there are {names}"
-            raise Problem(404, told, "No such job")
+            raise self.site.missing(told, "No such job")
         return found
 
     @property
@@ -139,8 +175,9 @@ class JobPage(JobBased):
     def parts(self) -> Sequence[Part]:
         job = self.status()
         history = self.feed.history(job.finished_at or time.time())
+        job = _up_to_date(job, history)
         nodes = self.site.snapshot().nodes
-        goes_on = job.HasField("plan") and job.state not in text.ENDED
+        goes_on = has_prospect(job)
         first = history.points[0].first if history.points else 1
         return [
             self.part(
@@ -157,36 +194,74 @@ class JobPage(JobBased):
             self.part(
                 "incidents",
                 job_id=self.job_id,
-                open_incident=open_incident(job),
-                number=job.incidents,
+                is_open=open_incident(job) != "",
                 incidents=sorted(history.incidents.values(), key=_number, reverse=True)[
                     :_MOST_INCIDENTS
                 ],
             ),
-            self.part("facts", facts=list(text.job_facts(job)), memory=job.memory),
+            self.part(
+                "facts",
+                facts=[fact for fact in text.job_facts(job) if fact[0] not in _SHOWN],
+                memory=job.memory,
+            ),
             self.part(
                 "events",
+                heading="Other events",
                 events=[
-                    {"time": event["time"], "told": sentence(dict(event))}
-                    for event in _worth_telling(history.events)[:_MOST_EVENTS]
+                    {"at": clock(event["time"]), "told": sentence(dict(event))}
+                    for event in _worth_telling(history)[:_MOST_EVENTS]
                 ],
             ),
         ]
 
     def _charts(self, job: pb.JobStatus, history: JobHistory) -> Part:
         points = history.recent if self.span == "recent" else history.points
-        marks = list(_marks(self.job_id, job, history))
+        marks, step = list(_marks(self.job_id, job, history)), job.committed_step
+        known = points[-1].last if points else step
         return self.part(
             "charts",
-            loss=chart(points, lambda point: point.loss, marks, banded=True),
-            speed=chart(points, lambda point: point.tokens_per_s, marks, from_zero=True),
+            loss=chart(points, lambda point: point.loss, marks, through=step, banded=True),
+            speed=chart(points, lambda p: p.tokens_per_s, marks, through=step, from_zero=True),
+            step=step,
+            now_loss=job_row(job).progress.loss,
+            now_speed=f"{job.tokens_per_s:,.0f}" if job.tokens_per_s else "",
+            missing=(known + 1, step) if known < step else None,
         )
 
 
-def _worth_telling(events: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the events, newest first; only the newest checkpoint, because there are many."""
-    saved = next((e for e in reversed(events) if e["event"] == "checkpoint_saved"), None)
-    return [e for e in reversed(events) if e["event"] != "checkpoint_saved" or e is saved]
+def _up_to_date(job: pb.JobStatus, history: JobHistory) -> pb.JobStatus:
+    """Return the status as of the newest step and incident of the streams, which are often sooner
+    than it, so that a page says one thing."""
+    found = pb.JobStatus()
+    found.CopyFrom(job)
+    newest = history.recent[-1] if history.recent else None
+    if newest is not None and newest.last > job.committed_step:
+        found.committed_step = newest.last
+        if newest.loss is not None:
+            found.loss = newest.loss
+    if (record := history.incidents.get(job.incidents)) is not None:
+        found.last_incident = record["summary"]
+        found.last_incident_at = float(record["closed_at"])
+    return found
+
+
+def _worth_telling(history: JobHistory) -> list[Mapping[str, Any]]:
+    """Return the events, newest first: of checkpoints the newest and the newest failure, because
+    there are many, and nothing of closed incidents, which the page shows by themselves."""
+    newest = {event["event"]: event for event in history.events}
+    spans = [(one["opened_at"], one["closed_at"]) for one in history.incidents.values()]
+
+    def is_shown(event: Mapping[str, Any]) -> bool:
+        match event["event"]:
+            case "checkpoint_saved" | "checkpoint_failed" as kind:
+                return event is newest[kind]
+            case "incident":
+                return False
+            case kind:
+                within = any(begin <= event["time"] <= end for begin, end in spans)
+                return not (within and kind in _OF_INCIDENT)
+
+    return [event for event in reversed(history.events) if is_shown(event)]
 
 
 def _number(record: Mapping[str, Any]) -> int:
@@ -314,7 +389,7 @@ class IncidentPage(JobBased):
         most = max(self.status().incidents, *self.feed.history(0.0).incidents, 0)
         if not number.isdecimal() or len(number) > 9 or not 1 <= int(number) <= most:
             told = f"{job_id} has had {count(most, 'incident')}; {number[:20]} is not one of them"
-            raise Problem(404, told, "No such incident")
+            raise self.site.missing(told, "No such incident")
         self.number = int(number)
         self.title = f"Incident {self.number} of {job_id}"
         self.key = (type(self).__name__, self.role, job_id, self.number)

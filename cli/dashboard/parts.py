@@ -163,6 +163,7 @@ class Templates:
             "inline": inline,
             "moment": text.moment,
             "seconds": text.seconds,
+            "short_moment": text.short_moment,
         }
         self._environment.globals |= {
             "chart": chart,

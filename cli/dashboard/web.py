@@ -34,10 +34,14 @@ from oobleck.cli.dashboard.parts import (
     rendering,
 )
 from oobleck.cli.dashboard.sessions import BadToken, Session, Sessions
+from oobleck.cli.output import text
 from oobleck.cli.view.feeds import Connect, Snapshot
 from oobleck.host.address import is_loopback, is_number, own_hostname, without_port
 
 # ---- site: the state that all pages share, and the protocol of a live page
+
+
+_NO_ANSWER = "No answer from the master"
 
 
 class Page(Protocol):
@@ -81,12 +85,20 @@ class Site:
         found, trouble = self.hub.cluster.snapshot, self.hub.cluster.trouble
         if found is None:
             told = trouble.line if trouble is not None else "the master has not answered yet"
-            raise Problem(503, told, "No answer from the master")
+            raise Problem(503, told, _NO_ANSWER)
         return found
+
+    def missing(self, told: str, heading: str) -> Problem:
+        """Return the error that something is not in the master's last answer: it may be in the
+        next one while that answer is old."""
+        if not self.hub.is_old():
+            return Problem(404, told, heading)
+        at = text.short_moment(self.snapshot().at)
+        return Problem(503, f"the master is away; by the state of {at}, {told}", _NO_ANSWER)
 
     def render(self, page: Page) -> Rendering:
         page.touch()
-        version = page.version()
+        version = page.version(), self.hub.is_old()
         found = self.renderings.newest(page.key, version)
         if found is None:
             found = rendering([self._of_master(), *page.parts()])
@@ -100,6 +112,7 @@ class Site:
             "master",
             "parts/master.html",
             trouble=feed.trouble,
+            state_of=feed.snapshot.at if feed.snapshot is not None and self.hub.is_old() else None,
             problem=feed.snapshot.problem if feed.snapshot is not None else "",
         )
 
@@ -184,7 +197,7 @@ class Guard:
 
 
 #: Time after which a browser retries an unavailable page.
-_AGAIN_S = 5
+AGAIN_S = 5
 _EXPIRED = "this session has expired; log in again"
 
 
@@ -307,6 +320,7 @@ class Web:
             "base": _base(session.id if session is not None else ""),
             "here": f"./{request.url.path.lstrip('/')}{query}",
             "live": "",
+            "asks_again_s": 0,
             "rendering": None,
             "master": self.site.master,
             "session": session,
@@ -337,7 +351,7 @@ class Web:
             told=str(error),
         )
         if error.status == 503 and request.method == "GET":
-            response.headers["Refresh"] = str(_AGAIN_S)
+            response.headers["Refresh"] = str(AGAIN_S)
         return response
 
     async def http_problem(self, request: Request, error: Exception) -> Response:

@@ -63,6 +63,10 @@ def about(span_s: float) -> str:
     return f"{span_s:.0f} s" if round(span_s) < 60 else _minutes(span_s)
 
 
+def _age(span_s: float) -> str:
+    return f"{span_s:.1f} s" if span_s < 10 else about(span_s)
+
+
 def _minutes(span_s: float) -> str:
     """Format minutes or hours; rounded before it is split, so that no part is 60."""
     minutes, left_s = divmod(round(span_s), 60)
@@ -74,6 +78,13 @@ def _minutes(span_s: float) -> str:
 
 def moment(unix: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(unix)) if unix else "-"
+
+
+def short_moment(unix: float) -> str:
+    """Format a moment of today without its date."""
+    told = moment(unix)
+    today = time.strftime("%Y-%m-%d ")
+    return told.removeprefix(today)
 
 
 def ago(unix: float) -> str:
@@ -126,7 +137,7 @@ def ready(node: pb.NodeInfo) -> int:
 
 
 def heard(node: pb.NodeInfo) -> str:
-    return f"{'> ' if node.heard_before else ''}{node.last_heard_s:.1f} s ago"
+    return f"{'> ' if node.heard_before else ''}{_age(node.last_heard_s)} ago"
 
 
 def pace(node: pb.NodeInfo) -> str:
@@ -232,8 +243,7 @@ def last_step(job: pb.JobStatus, before: str = "") -> str:
     """Return the age of the last step, after `before`, if the job does not progress; else empty."""
     if job.tokens_per_s or not job.HasField("last_step_age_s"):
         return ""
-    age_s = job.last_step_age_s
-    return f"{before}{f'{age_s:.1f} s' if age_s < 10 else about(age_s)} ago"
+    return f"{before}{_age(job.last_step_age_s)} ago"
 
 
 def job_text(job: pb.JobStatus, width: int | None = None) -> str:

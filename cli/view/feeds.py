@@ -145,7 +145,7 @@ MOST_CHARACTERS = 2000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    #: Unix time.
+    #: Unix time of the question.
     at: float
     nodes: Sequence[pb.NodeInfo]
     jobs: Sequence[pb.JobStatus]
@@ -206,9 +206,51 @@ class ClusterFeed:
 
     def ask(self, client: MasterClient) -> None:
         """Ask for nodes and jobs now. Raise CommandFailed."""
+        at = time.time()
         jobs, nodes = client.jobs(), client.nodes()
-        self.snapshot = Snapshot(at=time.time(), nodes=nodes, jobs=jobs, problem=client.problem)
+        self.snapshot = Snapshot(at=at, nodes=nodes, jobs=jobs, problem=client.problem)
         self.trouble = None
+
+
+class EventFeed:
+    """Feed of the cluster's newest events."""
+
+    def __init__(self, connect: Connect) -> None:
+        self.touched = time.monotonic()
+        self.version = 0
+        self._lock = threading.Lock()
+        self._events = deque[Mapping[str, Any]](maxlen=MOST_EVENTS)
+        self.following = Following(connect, self._read, "events of the cluster")
+        self.following.start()
+
+    def close(self) -> None:
+        self.following.close()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether all past events have arrived, or none can."""
+        return self.version > 0 or self.following.ended or self.following.trouble is not None
+
+    def events(self) -> Sequence[Mapping[str, Any]]:
+        """Return the events, newest last."""
+        with self._lock:
+            return tuple(self._events)
+
+    def _read(self, client: MasterClient) -> None:
+        # The past replaces what is known: a restored master may know less.
+        past = [json.loads(told.json) for told in client.events("", follow=False)]
+        last = past[-1]["id"] if past else 0
+        self.following.heard()
+        with self._lock:
+            self._events = deque(past, MOST_EVENTS)
+            self.version += 1
+        for told in client.events("", follow=True):
+            self.following.heard()
+            record = json.loads(told.json)
+            if record["id"] > last:
+                with self._lock:
+                    self._events.append(record)
+                    self.version += 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -60,6 +60,22 @@ def open_incident(job: pb.JobStatus) -> str:
     return job.last_incident.partition("\n")[0]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenIncident:
+    job_id: str
+    number: int
+    text: str
+
+
+def open_incidents(jobs: Iterable[pb.JobStatus]) -> list[OpenIncident]:
+    """Return the open failures and slowdowns of all jobs."""
+    return [
+        OpenIncident(job_id=job.job_id, number=job.incidents, text=told)
+        for job in jobs
+        if (told := open_incident(job))
+    ]
+
+
 def _speed(job: pb.JobStatus) -> str:
     if job.tokens_per_s:
         share = f", MFU {100 * job.mfu:.0f}%" if job.HasField("mfu") else ""
@@ -114,7 +130,11 @@ class JobRow:
     #: Number of nodes in its plan.
     nodes: int
     pipelines: int
+    #: Number of incidents so far.
+    incidents: int
     incident: str
+    #: When it ended; empty: it has not.
+    ended: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +173,7 @@ def cluster(nodes: Sequence[pb.NodeInfo], jobs: Sequence[pb.JobStatus]) -> Clust
         ready=sum(text.ready(node) for node in nodes if node.state not in text.GONE),
         tokens_per_s=sum(job.tokens_per_s for job in going),
         spare=sum(node.node not in planned for node in live),
-        losses=tuple(loss(job) for job in going if job.HasField("plan")),
+        losses=tuple(loss(job) for job in going if has_prospect(job)),
         jobs=tuple(job_row(job) for job in _newest_first(jobs)),
         nodes=tuple(sorted(map(node_row, nodes), key=_urgency)),
         versions=text.versions_note(nodes),
@@ -196,12 +216,20 @@ def job_row(job: pb.JobStatus) -> JobRow:
         progress=progress(job),
         nodes=len(members(job.plan)),
         pipelines=len(job.plan.routes or job.plan.pipelines),
+        incidents=job.incidents,
         incident=open_incident(job),
+        ended=text.minute(job.finished_at) if job.finished_at else "",
     )
 
 
+def has_prospect(job: pb.JobStatus) -> bool:
+    """Return whether a further loss matters: the job has a plan, and the nodes for it."""
+    waits = job.state in (*text.ENDED, "waiting for nodes")
+    return job.HasField("plan") and not waits
+
+
 def loss(job: pb.JobStatus) -> Loss:
-    """Return the prospect of a running job with a plan."""
+    """Return the prospect of a job that has one."""
     if job.can_lose:
         return Loss(job_id=job.job_id, text=f"can lose {text.can_lose(job)}", tone="good")
     if not job.checkpoint:

@@ -95,7 +95,75 @@ def test_the_loss_of_an_open_page_is_that_of_now(stand: Stand, viewer: Visitor) 
 
     assert seen(viewer, f"/jobs/{stand.job}", "state", is_newer, lambda: None)
     told = seen(viewer, f"/jobs/{stand.job}", "charts", lambda _: True, lambda: None)
-    assert re.match(r"Loss 0\.\d{4}", told)
+    assert re.match(r"Loss up to step \d+ 0\.\d{4}", told)
+
+
+@pytest.mark.parametrize("span", ["whole", "recent"])
+def test_a_page_has_one_step_and_one_loss(stand: Stand, viewer: Visitor, span: str) -> None:
+    page = viewer.get(f"/jobs/{stand.job}?span={span}")
+    shown = plain(page.text)
+    card = re.search(r"step (\d+) of .* loss (0\.\d+) speed ([\d,]+) tokens/s", shown)
+    assert card is not None, shown
+    step, loss, speed = card.groups()
+    assert f"Loss up to step {step} {loss} " in shown
+    assert f"Tokens/s up to step {step} {speed} " in shown
+    assert re.findall(r'aria-label="\S+ by step, from step \d+ to (\d+);', page.text) == [step] * 2
+
+
+def test_steps_without_a_record_are_told(tmp_path: Path) -> None:
+    """As where the disk of the master is full: the workers commit on."""
+    lines = [
+        json.dumps({"step": step, "loss": 0.5, "tokens": 8, "step_seconds": 1, "time": 1e9 + step})
+        for step in range(1, 6)
+    ]
+    job = pb.JobStatus(job_id="demo-1", state="running", steps=20, committed_step=10)
+    answers = {
+        "ListNodes": lambda _: pb.ListNodesReply(),
+        "ListJobs": lambda _: pb.ListJobsReply(jobs=[job]),
+        "Metrics": lambda _: iter([pb.MetricsLines(json=lines)]),
+        "Events": lambda _: iter(()),
+    }
+    with (
+        answering(at_once=4, **answers) as address,
+        Dashboard(tmp_path, "--master", address) as dashboard,
+    ):
+        page = dashboard.visitor().get("/jobs/demo-1")
+    assert "step 10 of 20" in plain(page.text)
+    assert "Loss by step, from step 1 to 10;" in page.text
+    assert "The records of steps 6 to 10 have not arrived yet." in plain(page.text)
+
+
+def test_running_jobs_and_open_incidents_come_first_and_the_rest_is_folded(tmp_path: Path) -> None:
+    trouble = "worker n2/0 (rank 1) hangs"
+    jobs = [pb.JobStatus(job_id=f"old-{n}", state="failed", steps=5) for n in range(1, 61)]
+    jobs.append(
+        pb.JobStatus(job_id="demo-7", state="running", steps=5, incidents=3, last_incident=trouble)
+    )
+    joined = {"event": "node_joined", "id": 7, "time": 1e9, "node": "n2"}
+    answers = {
+        "ListNodes": lambda _: pb.ListNodesReply(nodes=[pb.NodeInfo(node="n2", state="live")]),
+        "ListJobs": lambda _: pb.ListJobsReply(jobs=jobs),
+        "Metrics": lambda _: iter(()),
+        "Events": lambda asked: iter(
+            [] if asked.job_id else [pb.EventRecord(json=json.dumps(joined))]
+        ),
+    }
+    with (
+        answering(at_once=4, **answers) as address,
+        Dashboard(tmp_path, "--master", address) as dashboard,
+    ):
+        visitor = dashboard.visitor()
+        page = visitor.get("/").text
+        of_job = plain(re.sub("<title>.*?</title>", "", visitor.get("/jobs/demo-7").text))
+    shown = plain(page)
+    order = ("incident 3 of demo-7", "demo-7 running", "n2 live", "60 finished jobs", "n2 joined")
+    places = [shown.index(part) for part in order]
+    assert places == sorted(places)
+    folded = re.search(r"<details>(.*?)</details>", page, re.DOTALL)
+    assert folded is not None
+    assert folded[1].count("jobs/old-") == page.count("jobs/old-") == 50
+    assert "and 10 jobs before these" in plain(folded[1])
+    assert [text.count(trouble) for text in (shown, of_job)] == [1, 1], "an incident is told once"
 
 
 def test_a_page_that_opens_its_stream_gets_what_has_changed_since(
@@ -107,7 +175,8 @@ def test_a_page_that_opens_its_stream_gets_what_has_changed_since(
         known = {next(changes)[0] for _ in range(2)}
     assert "nodes" not in known
     with viewer.watching("/?seen=unknown") as changes:
-        assert {next(changes)[0] for _ in range(4)} == {"master", "summary", "jobs", "nodes"}
+        parts = [next(changes)[0] for _ in range(7)]
+    assert parts == ["master", "summary", "open", "jobs", "ended", "events", "nodes"]
 
 
 def test_an_incident_appears_on_the_open_page_and_has_one_of_its_own(
@@ -128,6 +197,8 @@ def test_an_incident_appears_on_the_open_page_and_has_one_of_its_own(
         kill,
     )
     assert f"(rank 2, pid {worker.pid}) was killed by SIGKILL; recovered in" in told
+    once = re.sub("<title>.*?</title>", "", viewer.get(f"/jobs/{stand.job}").text)
+    assert once.count("was killed by SIGKILL") == 1, plain(once)
     measured = re.compile(r"generation \d: a step \d\.\d{3} s \d\.\d{3} s")
 
     def has_steps() -> bool:
@@ -202,8 +273,11 @@ def test_the_master_is_away_and_comes_back(tmp_path: Path) -> None:
         told = seen(
             visitor, "/", "master", lambda shown: "unreachable" in shown, lambda: end(process)
         )
-        assert re.match(r"master unreachable since 20\d\d-\S+ \S+: cannot reach a master", told)
-        assert visitor.get("/").status == 200  # the state of then
+        away = r"state of \S+ : master unreachable since 20\d\d-\S+ \S+: cannot reach a master"
+        assert re.match(away, told)
+        page = visitor.get("/")
+        assert page.status == 503
+        assert "Nodes" in plain(page.text)  # the state of then
 
         def again() -> None:
             nonlocal process
@@ -211,6 +285,82 @@ def test_the_master_is_away_and_comes_back(tmp_path: Path) -> None:
 
         assert seen(visitor, "/", "master", lambda shown: shown == "", again) == ""
         end(process)
+
+
+def test_a_job_that_exists_is_not_denied_while_the_master_is_away(
+    stand: Stand, viewer: Visitor
+) -> None:
+    """One that the dashboard has seen, and one that came after its last look."""
+    assert viewer.get(f"/jobs/{stand.job}").status == 200
+    board = stand.dashboard.process
+    board.send_signal(signal.SIGSTOP)
+    try:
+        made = run("submit", str(stand.folder / "job.yaml"), "--master", stand.address)
+        assert made.returncode == 0, made
+        stand.master.kill()
+    finally:
+        board.send_signal(signal.SIGCONT)
+    newer = made.stdout.strip()
+    try:
+        # Until a call has failed, the last look may be of just before.
+        until(lambda: viewer.get("/").status == 503, "the master is missed")
+        known, unknown = viewer.get(f"/jobs/{stand.job}"), viewer.get(f"/jobs/{newer}")
+    finally:
+        stand.restart_master()
+    assert known.status == 503
+    assert re.match(r"state of \d\d:\d\d:\d\d: master unreachable since", known.told)
+    assert known.text.count('<polyline class="line"') == 2
+    assert (unknown.status, unknown.headers["refresh"]) == (503, "5")
+    words = rf"the master is away; by the state of \S+, no such job: {newer}; there are {stand.job}"
+    assert re.fullmatch(words, unknown.told)
+    until(lambda: viewer.get(f"/jobs/{newer}").status == 200, "the master's return")
+    assert run("cancel", newer, "--master", stand.address).returncode == 0
+
+
+def test_a_job_is_there_as_soon_as_it_is_submitted(stand: Stand, viewer: Visitor) -> None:
+    for _ in range(3):
+        assert viewer.get("/").status == 200
+        made = run("submit", str(stand.folder / "job.yaml"), "--master", stand.address)
+        page = viewer.get(f"/jobs/{made.stdout.strip()}")
+        assert run("cancel", made.stdout.strip(), "--master", stand.address).returncode == 0
+        assert page.status == 200, page.told
+
+
+def test_a_state_is_dated_while_the_master_is_silent(tmp_path: Path) -> None:
+    """Before any call of it has failed, too."""
+    process, address = start_master(tmp_path / "state")
+    try:
+        with Dashboard(tmp_path, "--master", address) as dashboard:
+            visitor = dashboard.visitor()
+            assert (visitor.get("/").status, visitor.get("/").told) == (200, "")
+            process.send_signal(signal.SIGSTOP)
+            until(lambda: "state of" in visitor.get("/").told, "a date")
+            assert visitor.get("/").status == 503
+            process.send_signal(signal.SIGCONT)
+            until(lambda: visitor.get("/").status == 200, "the next answer")
+            assert visitor.get("/").told == ""
+    finally:
+        process.send_signal(signal.SIGCONT)
+        end(process)
+
+
+def test_the_first_page_has_what_happened_to_the_cluster(stand: Stand, viewer: Visitor) -> None:
+    shown = plain(viewer.get("/").text)
+    assert re.search(r"What happened \d{4}-\d\d-\d\d \d\d:\d\d:\d\d \S", shown)
+    assert f"{stand.job} submitted" in shown
+
+    def drain() -> None:
+        stand.client.drain("n2", "a new fan", force=False)
+
+    drained = "node n2 is to be drained: a new fan"
+    assert seen(viewer, "/", "events", lambda told: drained in told, drain)
+    stand.restart_master()
+    until(lambda: viewer.get("/").status == 200, "the master's return")
+    stand.client.undrain("n2")
+    until(lambda: "n2 may take part again" in plain(viewer.get("/").text), "the next event")
+    assert re.search(
+        rf"n2 may take part again .*the master started .*{drained}", plain(viewer.get("/").text)
+    )
 
 
 def test_the_lines_of_a_job_go_on_when_the_master_was_restarted(
@@ -429,7 +579,8 @@ def test_what_others_write_is_shown_as_text(tmp_path: Path) -> None:
 
 def test_what_is_not_there(stand: Stand, viewer: Visitor) -> None:
     job = viewer.get("/jobs/nope-1")
-    assert (job.status, job.told) == (404, f"no such job: nope-1; there are {stand.job}")
+    names = ", ".join(one.job_id for one in stand.client.jobs()[-5:])
+    assert (job.status, job.told) == (404, f"no such job: nope-1; there are {names}")
     page = viewer.get("/nothing")
     assert (page.status, page.told) == (404, "there is no page /nothing")
     assert 'href="./javascript:x#main"' in viewer.get("/javascript:x").text
