@@ -18,6 +18,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from oobleck.cli.client import MasterClient
+from oobleck.cli.dashboard.gantt import Gantt, gantt
 from oobleck.cli.dashboard.hub import Calls
 from oobleck.cli.dashboard.parts import Problem
 from oobleck.cli.dashboard.sessions import Session
@@ -112,17 +113,21 @@ class Actions:
         return self._done(request, told, f"/jobs/{quote(job)}")
 
     async def _timeline_page(self, request: Request) -> Response:
+        return self._timeline_html(request, steps=1, drawn=None)
+
+    def _timeline_html(self, request: Request, *, steps: int, drawn: Gantt | None) -> Response:
         session = self._web.reader(request)
         job = request.path_params["job"]
-        title = f"Timeline of {job}"
         return self._web.html(
             request,
             "timeline.html",
             session=session,
-            title=title,
+            title=f"Timeline of {job}",
             active="timeline",
             job_id=job,
             most=_MOST_STEPS,
+            steps=steps,
+            drawn=drawn,
         )
 
     async def _timeline(self, request: Request) -> Response:
@@ -131,6 +136,9 @@ class Actions:
         if not steps.isdecimal() or len(steps) > 9 or not 1 <= int(steps) <= _MOST_STEPS:
             raise Problem(400, f"steps: {steps[:20]!r} is not 1 to {_MOST_STEPS}", "Not recorded")
         trace = await self._long.ask(request, lambda master: master.timeline(job, int(steps)))
+        if form.get("as") == "page":
+            drawn = await asyncio.to_thread(lambda: gantt(json.loads(trace)))
+            return self._timeline_html(request, steps=int(steps), drawn=drawn)
         name = re.sub(r"[^\w.-]", "_", job, flags=re.ASCII)
         return Response(
             trace,

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from oobleck.cli.dashboard import chart
+from oobleck.cli.dashboard import chart, gantt
 from oobleck.cli.output import text
 from oobleck.cli.output.events import clock
 from oobleck.core.units import count, format_bytes
@@ -168,6 +168,7 @@ class Templates:
         self._environment.globals |= {
             "chart": chart,
             "count": count,
+            "gantt": gantt,
             "now": time.time,
             "ROWS": _ROWS,
         }

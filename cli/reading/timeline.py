@@ -113,7 +113,7 @@ _COLUMNS: Mapping[str, Sequence[str]] = {
     "SUM": ("sync gradient",),
     "VOTE": ("vote",),
 }
-_COLUMN_OF = {name: column for column, names in _COLUMNS.items() for name in names}
+COLUMN_OF = {name: column for column, names in _COLUMNS.items() for name in names}
 
 Worker = tuple[int, int]
 
@@ -138,26 +138,26 @@ def steps_table(trace: Mapping[str, Any], width: int | None = None) -> str:
             continue
         taken_us = dict.fromkeys([*_COLUMNS, "OTHER", "STEP"], 0.0)
         steps = 0
-        for depth, name, duration_us in _nested(spans[worker]):
+        for depth, name, span in nested(spans[worker]):
             if depth == 0:
                 steps += 1
-                taken_us["STEP"] += duration_us
+                taken_us["STEP"] += span["dur"]
             elif depth == 1:
-                taken_us[_COLUMN_OF.get(name, "OTHER")] += duration_us
+                taken_us[COLUMN_OF.get(name, "OTHER")] += span["dur"]
         between_us = taken_us["STEP"] - sum(us for key, us in taken_us.items() if key != "STEP")
         taken_us["OTHER"] += max(0.0, between_us)
         cells = [f"{us / 1000 / max(1, steps):.1f}" for us in taken_us.values()]
         if on_devices:
-            of_device = _nested(spans[worker[0], worker[1] + DEVICE_THREADS])
-            busy_us = sum(us for depth, _, us in of_device if depth == 0)
+            of_device = nested(spans[worker[0], worker[1] + DEVICE_THREADS])
+            busy_us = sum(span["dur"] for depth, _, span in of_device if depth == 0)
             cells.insert(len(_COLUMNS), f"{busy_us / 1000 / max(1, steps):.1f}")
         rows.append([f"{nodes[worker[0]]}/{worker[1]}", *cells, title.partition(": ")[2]])
     columns = [*_COLUMNS, *(["GPU"] if on_devices else []), "OTHER", "STEP"]
     return table(["WORKER", *columns, "STAGE"], rows, width=width)
 
 
-def _nested(spans: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, str, float]]:
-    """Yield depth (0: a step), name without number, and duration of one worker's spans.
+def nested(spans: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, str, Mapping[str, Any]]]:
+    """Yield one worker's spans by time, each after its depth (0: a step) and name without number.
 
     The spans are adjacent or nested.
     """
@@ -166,5 +166,5 @@ def _nested(spans: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, str, floa
         while ends and ends[-1] <= span["ts"]:
             ends.pop()
         name, _, number = span["name"].rpartition(" ")
-        yield len(ends), name if number.isdigit() else span["name"], span["dur"]
+        yield len(ends), name if number.isdigit() else span["name"], span
         ends.append(span["ts"] + span["dur"])

@@ -1,12 +1,15 @@
-"""`oobleck profile --timeline` of a job that trains, before and after a node is lost."""
+"""Timelines of a job that trains: `oobleck profile --timeline` before and after a node is lost, and
+the dashboard's drawing."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bench.support.cluster import LocalCluster
+from support.visitor import Dashboard
 
 pytestmark = pytest.mark.cluster
 
@@ -44,6 +47,17 @@ def test_timeline_of_a_running_job(small_cluster: LocalCluster, text: str, tmp_p
         same = [e for e in before if e["name"] == name]
         assert {(e["pid"], e["tid"]) for e in same} == threads(before)
         assert max(e["ts"] for e in same) < min(e["ts"] + e["dur"] for e in same)
+    with Dashboard(tmp_path, "--master", cluster.address) as dashboard:
+        operator = dashboard.visitor("operator")
+        form = {"steps": "1", "as": "page"}
+        page = operator.send(f"/jobs/{job_id}/timeline", **form)
+    assert page.status == 200, page.told
+    drawn = page.text.partition('<svg class="gantt"')[2]
+    lanes = re.split(r">(n\d/0)</text>", drawn)[1:]
+    assert lanes[::2] == ["n1/0", "n2/0", "n3/0"]
+    for bars in lanes[1::2]:
+        assert {"forward", "backward", "vote"} <= set(re.findall(r'<rect class="kind-(\w+)"', bars))
+    assert re.search(r"<title>forward \d+: \d+\.\d{3} ms</title>", drawn)
     cluster.kill_node("n3")
     cluster.wait(lambda: bool(cluster.events(job_id, "reconfigured")), "the recovery")
     cluster.wait_step(job_id, int(cluster.metrics(job_id)[-1]["step"]) + 3)

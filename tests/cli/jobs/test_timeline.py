@@ -7,6 +7,7 @@ import pytest
 from click.testing import CliRunner, Result
 from msgspec import structs
 
+from oobleck.cli.dashboard.gantt import LEFT, MOST_LANES, RIGHT, WIDTH, gantt
 from oobleck.cli.planning.profile import profile
 from oobleck.cli.reading.timeline import steps_table, summary, timeline
 from oobleck.core.ids import Generation, NodeName, WorkerId
@@ -92,6 +93,37 @@ def test_a_timeline_is_shown_as_a_table_and_written(tmp_path: Path) -> None:
         "n1/0 0.0 2.0 1.0 0.0 0.0 1.5 5.5 10.0 pipeline 0, stage 0",
         "n2/0 0.0 2.0 4.0 0.0 0.0 1.5 2.5 10.0 pipeline 0, stage 0",
     ]
+
+
+def test_a_drawing_has_a_lane_for_each_worker() -> None:
+    drawn = gantt(chrome_trace([track("n1", 1), track("n2", 4)]))
+    assert [(lane.name, lane.title) for lane in drawn.lanes] == [
+        ("n1/0", "rank 0: pipeline 0, stage 0"),
+        ("n2/0", "rank 1: pipeline 0, stage 0"),
+    ]
+    bars = drawn.lanes[1].bars
+    assert [bar.kind for bar in bars] == ["forward", "receive", "vote"] * 2
+    assert [bar.title for bar in bars[:2]] == [
+        "forward 3: 2.000 ms",
+        "receive activation 0: 4.000 ms",
+    ]
+    # Two steps of 10 ms fill the width; what led to the plan is not drawn.
+    scale = (WIDTH - LEFT - RIGHT) / 20
+    assert [round((bar.x - LEFT) / scale, 6) for bar in bars] == [1, 3, 8, 11, 13, 18]
+    assert (drawn.steps, drawn.left_out) == ("step 7, step 8", 0)
+    assert drawn.kinds == ("forward", "receive", "vote")
+
+
+def test_a_drawing_is_bounded() -> None:
+    many = [Span("step 7", "step", 0, 10**9)]
+    many += [Span(f"forward {n}", "step", 10_000 * n, 9_000) for n in range(100_000)]
+    recording = structs.replace(track("n1", 1).recording, spans=tuple(many))
+    lanes = [structs.replace(track(f"n{n}", 1), recording=recording) for n in range(2)]
+    drawn = gantt(chrome_trace([*lanes, *(track(f"m{n}", 1) for n in range(MOST_LANES))]))
+    assert (len(drawn.lanes), drawn.left_out) == (MOST_LANES, 2)
+    bars = next(lane for lane in drawn.lanes if lane.name == "n0/0").bars
+    assert len(bars) < 3000
+    assert sum(bar.width for bar in bars) == pytest.approx(WIDTH - LEFT - RIGHT, rel=0.01)
 
 
 def test_what_a_gpu_computes_has_a_column_and_a_thread() -> None:
