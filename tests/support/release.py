@@ -195,7 +195,7 @@ def _write_journal(path: Path, entries: list[tuple[float, Journaled]], *, compac
     with contextlib.closing(Journal(path)) as journal:
         for number, (unix, event) in enumerate(entries):
             if number and number == compact_at:
-                journal.compact(snapshots.take(state, {}), unix)
+                journal.compact(snapshots.take(state, {}, ()), unix)
             journal.append(event, unix)
             journal.commit()
             apply(state, event, now=0.0, unix=unix)
