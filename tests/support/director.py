@@ -211,12 +211,15 @@ class Director:
         device: str | None = None,
         address: str = "127.0.0.1",
         chunk_bytes: int = 64 << 20,
+        workers: int = 1,
     ) -> None:
         """`transport`: what goes between the workers on CPUs; a fake stands in NCCL's place
         (support.fake_nccl). `device`: what all workers compute on. None: what tests are run with.
-        `address`: of this host; `chunk_bytes`: by which state moves."""
+        `address`: of this host; `chunk_bytes`: by which state moves; `workers`:
+        of each node."""
         self.job = job
         self._chunk_bytes = chunk_bytes
+        self._workers_per_node = workers
         self._device = device or str(devices.device())
         self._transport = transport or devices.transport()
         self.switch = Switch() if self._transport == "nccl" else None
@@ -276,6 +279,7 @@ class Director:
                     faults=self.faults,
                     stage_everything=self._transport == "staged",
                     chunk_bytes=self._chunk_bytes,
+                    workers=self._workers_per_node,
                     nccl=self._fake(),
                 )
             )

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -48,9 +48,10 @@ class Layer(Prepared):
         #: True: it runs by compiled code.
         self.compiled = False
 
-    def forward(self, x: Tensor, rows: RowKeys) -> Any:
+    def forward(self, x: Tensor, rows: RowKeys) -> Tensor:
         with keyed(rows):
-            return run_compiled(self, x) if self.compiled else self.compute(self.prepare(x))
+            found = run_compiled(self, x) if self.compiled else self.compute(self.prepare(x))
+            return cast("Tensor", found)
 
     def trained(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield its parameters, by their names in an output."""

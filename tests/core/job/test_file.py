@@ -86,9 +86,9 @@ def refusal(text: str, *overrides: str) -> str:
             "job.yaml:4: missing key 'steps' in training; add it (an integer from 1 to",
         ),
         (
-            "  steps: 200\n",
-            "  steps: 200\n  compile: true\n",
-            "goes with a model of your own, or one",
+            '256}\ndata:  {text: ["path/or/glob"]}\ntraining:\n',
+            '256, dropout: 0.1}\ndata: {text: ["path/or/glob"]}\ntraining:\n  compile: true\n',
+            "set dropout to 0, or leave compile out",
         ),
         (
             "steps: 200",

@@ -88,6 +88,27 @@ def evaluations(cluster: Director) -> list[float | None]:
     return [cluster.evaluations[step][0].loss for step in sorted(cluster.evaluations)]
 
 
+def test_layers_that_workers_share_run_as_compiled(
+    warm: WarmWorkers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code.allow((code.ANY,))
+    noted = tmp_path / "noted"
+    monkeypatch.syspath_prepend(SUPPORT)
+    job = replace(described(str(noted)), evaluation=None)
+    noted.unlink()
+    plan = make_plan(1, [[("a", 2, 2), ("b", 4)], [("c", 6)]], [2, 2])
+    with Director(warm, job, workers=2) as cluster:
+        cluster.start("a/0")
+        cluster.start("a/1", "b", "c")
+        cluster.assign(plan)
+        cluster.wait_finished(plan)
+        cluster.stop()
+        losses = cluster.losses()
+    assert not noted.exists()
+    expected, _ = as_it_is(warm, replace(described(""), evaluation=None))
+    assert losses == pytest.approx(expected, rel=1e-12)
+
+
 def test_blocks_of_a_built_in_model_train_as_they_are_also_where_workers_share_them(
     warm: WarmWorkers,
 ) -> None:
@@ -107,7 +128,7 @@ def test_blocks_of_a_built_in_model_train_as_they_are_also_where_workers_share_t
     after = make_plan(2, [[("a", 3, 2), ("b", 2)]], [6], schedule="zb-h1")
     lost = WorkerId(NodeName("c"), 0)
     fault = FaultRule(worker=lost, point="before:Backward", step=3, action="kill_worker")
-    with Director(warm, job, [fault]) as cluster:
+    with Director(warm, job, [fault], workers=2) as cluster:
         cluster.start("a/0")  # what it compiles, the others read
         cluster.start("a/1", "b", "c")
         cluster.assign(before)
