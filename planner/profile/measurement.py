@@ -27,7 +27,7 @@ from oobleck.planner.profile.machine import NOMINAL
 from oobleck.planner.profile.sharing import gathered_bytes, with_exchanges, with_sums
 
 #: Version of the method of measuring, a part of the key.
-_METHOD = 5
+_METHOD = 6
 _TIMES = ("forward_s", "backward_s", "backward_input_s", "update_s")
 #: Byte counts that follow from the model alone, and their tolerance in a profile.
 _COMPARED = ("parameter_bytes", "output_bytes")
@@ -65,6 +65,8 @@ def profile_key(
     }
     if training.gradient_sums != "full":
         matters["gradient_sums"] = training.gradient_sums
+    if training.compile:
+        matters["compile"] = True
     digest = hashlib.sha256(encode(matters)).hexdigest()[:16]
     return f"{job.model.label}-b{training.microbatch}-{training.precision}-{digest}"
 

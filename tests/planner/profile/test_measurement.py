@@ -136,12 +136,13 @@ def test_the_key_holds_all_that_matters_and_nothing_else() -> None:
         key(replace(JOB, training=replace(training, precision="bf16"))),
         key(replace(JOB, training=replace(training, float32_matmul="high"))),
         key(replace(JOB, training=replace(training, gradient_sums="bf16"))),
+        key(replace(JOB, training=replace(training, compile=True))),
         key(devices=["a"]),
         key(worker_slots=2),
         key(workers_per_host=4),
         key(several_nodes=False),
     ]
-    assert len({key(), *different}) == 10
+    assert len({key(), *different}) == 11
 
 
 def test_a_profile_of_another_model_is_refused_with_the_fix() -> None:
