@@ -69,7 +69,8 @@ class Client:
         """
         try:
             with from_command():
-                spec, base = _read(job, set)
+                spec = _read(job, set)
+                base = Path.cwd() if isinstance(job, Mapping) else job_file.folder_of(Path(job))
                 profile = job_file.read_profile(spec)
                 reply = send(self._master, spec, profile, base, pack=pack, say=log.info)
         except Refused as refused:
@@ -170,21 +171,19 @@ def _endpoint(master: str | None, credentials: str | Path | None) -> Endpoint:
         raise Refused(str(error)) from error
 
 
-def _read(job: str | Path | Mapping[str, Any], overrides: Sequence[str]) -> tuple[JobSpec, Path]:
-    """Return the job, and the folder that its relative paths start from."""
+def _read(job: str | Path | Mapping[str, Any], overrides: Sequence[str]) -> JobSpec:
     if not isinstance(job, Mapping):
         if not isinstance(job, str | os.PathLike):
             what = type(job).__name__
             raise InvalidJob(
                 f"the job is {what}; give a job file's path, or its content as a mapping"
             )
-        return job_file.read_job(Path(job), overrides), job_file.folder_of(Path(job))
+        return job_file.read_job(Path(job), overrides)
     try:
         text = json.dumps(_plain(job, ""))  # JSON is YAML
     except RecursionError:
         raise InvalidJob("the job: a part of it contains itself; remove that reference") from None
-    base = Path.cwd()
-    return job_file.job_of_text(text, overrides, source="the job", base=base), base
+    return job_file.job_of_text(text, overrides, source="the job", base=Path.cwd())
 
 
 def _plain(value: Any, key: str) -> Any:

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from oobleck.core.job.code import ANY, Json
+from oobleck.core.job.code import Json
 from oobleck.core.job.description import Description, LayerSketch, read_description
 from oobleck.core.job.file import parse_job
 from oobleck.core.job.model import OwnModelSpec
@@ -226,7 +226,7 @@ def main() -> NoReturn:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     code.mark_in(Marker(int(sys.argv[-1])))
     torch.set_num_threads(1)
-    code.allow((ANY,))  # it is the user's own machine
+    code.allow((code.ANY,))  # it is the user's own machine
     found = look_at(parse_job(sys.stdin.read()), always="--always" in sys.argv[1:])
     with os.fdopen(result, "w") as out:
         json.dump(asdict(found), out)

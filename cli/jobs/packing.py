@@ -93,7 +93,8 @@ def carried(job: JobSpec, folder: str, wheel: str) -> JobSpec:
 
 def _travels(beside: Sequence[Code], nodes: Sequence[pb.NodeInfo]) -> bool:
     """Return whether the code has to come with the job, so that most nodes run it."""
-    known = [code for node in nodes if node.state != "lost" and (code := read_code(node))]
+    there = [node for node in nodes if node.state not in ("lost", "disconnected")]
+    known = [code for node in there if (code := read_code(node))]
     in_place = [all(is_allowed(code, one.allows) for code in beside) for one in known]
     if all_here(nodes) and all(in_place):
         return False

@@ -81,7 +81,7 @@ class CodePolicy(Struct, frozen=True, kw_only=True):
         if brought and not self.accepts:
             return (
                 "no code that comes with a job runs there; start the agent with --accept-code "
-                "(where 'oobleck up' did: oobleck up HOSTS.txt -- --accept-code)"
+                "(oobleck up HOSTS.txt -- --accept-code; oobleck local --accept-code)"
             )
         for code in functions:
             if not (code.path is None and brought) and not is_allowed(code, self.allows):

@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 
 from torch.utils.file_baton import FileBaton
 
+from oobleck.core.job.code import ANY as ANY  # for those who call `allow`
 from oobleck.core.job.code import NO_ARGUMENTS, TORCH_OPTIM, Code, is_allowed
 from oobleck.core.units import MOST_REASON_BYTES, head
 from oobleck.host.display import inline

@@ -175,6 +175,20 @@ def test_a_job_that_is_too_large_is_taken_with_a_warning(
     )
 
 
+def test_status_shows_what_goes_on_first_and_counts_what_has_ended(
+    cluster: str, job_file: Callable[..., Path]
+) -> None:
+    asked = ("--master", cluster)
+    for _ in range(2):
+        assert run("submit", str(job_file()), *asked).returncode == 0
+    assert run("cancel", "demo-1", *asked).returncode == 0
+    lines = run("status", *asked).stdout.splitlines()
+    assert [line.split()[0] for line in lines if line] == ["JOB", "demo-2", "1", "NODE", "n1", "n2"]
+    assert lines[3].startswith("1 job ended: 1 cancelled; the last, demo-1, cancelled")
+    every = run("status", "--all", *asked).stdout.splitlines()
+    assert [line.split()[0] for line in every[:3]] == ["JOB", "demo-2", "demo-1"]
+
+
 def test_a_node_that_is_forgotten_while_its_drain_is_waited_for_is_told_of() -> None:
     draining = pb.NodeInfo(node="n1", state="draining")
     with answering(

@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch.nn.modules.module import register_module_forward_hook
 
-from oobleck.core.job.code import ANY
 from oobleck.core.job.file import parse_job
 from oobleck.core.job.spec import JobSpec
 from oobleck.core.messages import Failed, FromWorker, ToWorker
@@ -43,7 +42,7 @@ evaluation: {every: 4, fraction: 0.25, samples: 4}
 
 @pytest.fixture(autouse=True)
 def _allowed() -> Iterator[None]:
-    code.allow((ANY,))
+    code.allow((code.ANY,))
     yield
     code.allow(())
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from oobleck.core.job.code import ANY, NO_ARGUMENTS, Code
+from oobleck.core.job.code import NO_ARGUMENTS, Code
 from oobleck.worker.runtime import code
 from oobleck.worker.runtime.errors import JobError, for_want_of_memory
 
@@ -23,7 +23,7 @@ FILES = {
 
 @pytest.fixture(autouse=True)
 def _allowed() -> Iterator[None]:
-    code.allow((ANY,))
+    code.allow((code.ANY,))
     yield
     code.allow(())
 

@@ -13,7 +13,7 @@ from threading import Barrier, Thread
 import pytest
 import torch
 
-from oobleck.core.job.code import ANY, Code, Json
+from oobleck.core.job.code import Code, Json
 from oobleck.core.job.file import parse_job
 from oobleck.core.job.model import OwnModelSpec
 from oobleck.core.job.spec import JobSpec
@@ -55,7 +55,7 @@ def _allowed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(ending_models, "_calls", 0)
     monkeypatch.setattr(sys, "path", [*sys.path])
     own.user_model.cache_clear()
-    code.allow((ANY,))
+    code.allow((code.ANY,))
     yield
     code.allow(())
     own.user_model.cache_clear()
