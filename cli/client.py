@@ -91,7 +91,7 @@ class Unreachable(CommandFailed):
         super().__init__(message, exit_code)
 
 
-def _unreachable(address: str, reason: str, *, reached: bool = False) -> Unreachable:
+def cannot_reach(address: str, reason: str, *, reached: bool = False) -> Unreachable:
     # Only there does `oobleck local` listen.
     fix = (
         "start one with 'oobleck local --nodes 4', or name it"
@@ -402,13 +402,13 @@ class MasterClient:
                 if self._secured and _NOT_CONNECTED in whole and "Socket closed" in details:
                     cause = _UNWELCOME
                 reached = not foreign and _NOT_CONNECTED not in whole
-                return _unreachable(self._at, _NO_MASTER if foreign else cause, reached=reached)
+                return cannot_reach(self._at, _NO_MASTER if foreign else cause, reached=reached)
             case grpc.StatusCode.DEADLINE_EXCEEDED:
-                return _unreachable(self._at, f"{_NO_MASTER} within {DEADLINE_S:.0f} s")
+                return cannot_reach(self._at, f"{_NO_MASTER} within {DEADLINE_S:.0f} s")
             case grpc.StatusCode.UNIMPLEMENTED if self._is_master():
                 return CommandFailed(_EARLIER.format(self.address), USAGE)
             case grpc.StatusCode.UNIMPLEMENTED:
-                return _unreachable(self._at, _NO_MASTER)
+                return cannot_reach(self._at, _NO_MASTER)
             case grpc.StatusCode.NOT_FOUND:
                 return CommandFailed(details, NO_SUCH_THING)
             case grpc.StatusCode.PERMISSION_DENIED | grpc.StatusCode.UNAUTHENTICATED:

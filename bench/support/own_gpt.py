@@ -23,7 +23,8 @@ class Plain(nn.Module):
                 nn.init.normal_(parameter, std=0.02)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.inner.compute(x)
+        found: Tensor = self.inner.compute(x)
+        return found
 
 
 def loss(logits: Tensor, targets: Tensor) -> Tensor:

@@ -116,7 +116,9 @@ def test_steps_without_a_record_are_told(tmp_path: Path) -> None:
         json.dumps({"step": step, "loss": 0.5, "tokens": 8, "step_seconds": 1, "time": 1e9 + step})
         for step in range(1, 6)
     ]
-    job = pb.JobStatus(job_id="demo-1", state="running", steps=20, committed_step=10)
+    job = pb.JobStatus(
+        job_id="demo-1", state="running", steps=20, committed_step=10, recorded_step=5
+    )
     answers = {
         "ListNodes": lambda _: pb.ListNodesReply(),
         "ListJobs": lambda _: pb.ListJobsReply(jobs=[job]),

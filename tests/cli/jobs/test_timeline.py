@@ -98,8 +98,8 @@ def test_a_timeline_is_shown_as_a_table_and_written(tmp_path: Path) -> None:
 def test_a_drawing_has_a_lane_for_each_worker() -> None:
     drawn = gantt(chrome_trace([track("n1", 1), track("n2", 4)]))
     assert [(lane.name, lane.title) for lane in drawn.lanes] == [
-        ("n1/0", "rank 0: pipeline 0, stage 0"),
-        ("n2/0", "rank 1: pipeline 0, stage 0"),
+        ("n1/0", "n1/0 (rank 0): pipeline 0, stage 0"),
+        ("n2/0", "n2/0 (rank 1): pipeline 0, stage 0"),
     ]
     bars = drawn.lanes[1].bars
     assert [bar.kind for bar in bars] == ["forward", "receive", "vote"] * 2

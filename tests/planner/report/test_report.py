@@ -143,7 +143,7 @@ def test_the_drawing_shows_stages_memory_and_the_timeline() -> None:
         "schedule: zb-h1: 7.2% faster than 1f1b, 7.2% faster than gpipe\n"
         "estimated step: 8.905 s, of which workers idle 13.8%\n"
         "peak memory: 4.0 KiB of 4.9 KiB per worker\n"
-        "NCCL on GPUs: 6 communicators, 759.0 MiB beside the peak; 1.0 GiB are kept\n"
+        "NCCL on GPUs: 6 communicators, 538.5 MiB beside the peak; 840.5 MiB are kept\n"
         "can lose: 1 node at a time, whichever it is\n"
     )
 
