@@ -44,7 +44,7 @@ class JobStatus:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
     name: NodeName
-    #: One of live, draining, drained, quarantined, disconnected or lost.
+    #: One of live, draining, drained, quarantined, disconnected, lost or left (lost on purpose).
     state: str
     reason: str
     hostname: str
