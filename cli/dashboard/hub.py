@@ -31,9 +31,12 @@ IDLE_S = 30.0
 MOST_FEEDS = 32
 #: Age, by the job's last sign of life, from which output is not shown.
 _OUTPUT_S = 3600.0
-#: Age up to which an answer is shown at once, and from which its time is shown.
+#: Age up to which an answer is shown at once.
 _FRESH_S = 2.0
+#: Age from which its time is shown: seconds, and times that it took itself. A feed asks again after
+#: some four of these.
 _OLD_S = 5.0
+_OLD_ANSWERS = 10.0
 _PATIENCE_S = 3.0
 _POLL_S = 0.02
 
@@ -78,7 +81,7 @@ class Hub:
             if feed.trouble is not None and feed.version > asked:
                 return True
             found = feed.snapshot
-            if found is None or found.at <= asked_at - _FRESH_S:
+            if found is None or found.at + found.took_s <= asked_at - _FRESH_S:
                 return False
             return found.at >= asked_at or not job_id or found.job(job_id) is not None
 
@@ -86,11 +89,12 @@ class Hub:
         return feed.snapshot
 
     def is_old(self) -> bool:
-        """Return whether the last answer about the cluster is not of now."""
-        feed = self.cluster
-        if feed.trouble is not None or feed.snapshot is None:
+        """Return whether the last answer about the cluster is not of now. One that took long has
+        as long for the next one."""
+        found = self.cluster.snapshot
+        if found is None or self.cluster.trouble is not None:
             return True
-        return time.time() - feed.snapshot.at > _OLD_S
+        return time.time() - found.at > max(_OLD_S, _OLD_ANSWERS * found.took_s)
 
     def events(self) -> EventFeed:
         """Return the feed of the cluster's events."""

@@ -145,8 +145,9 @@ MOST_CHARACTERS = 2000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    #: Unix time of the question.
+    #: Unix time of the question, and seconds until the answer.
     at: float
+    took_s: float
     nodes: Sequence[pb.NodeInfo]
     jobs: Sequence[pb.JobStatus]
     #: Problem of the master itself; empty: none.
@@ -208,7 +209,9 @@ class ClusterFeed:
         """Ask for nodes and jobs now. Raise CommandFailed."""
         at = time.time()
         jobs, nodes = client.jobs(), client.nodes()
-        self.snapshot = Snapshot(at=at, nodes=nodes, jobs=jobs, problem=client.problem)
+        self.snapshot = Snapshot(
+            at=at, took_s=time.time() - at, nodes=nodes, jobs=jobs, problem=client.problem
+        )
         self.trouble = None
 
 

@@ -175,6 +175,7 @@ def test_a_thousand_nodes(browser: "Browser", tmp_path: Path) -> None:
     answers = {
         "ListNodes": lambda _: pb.ListNodesReply(nodes=nodes),
         "ListJobs": lambda _: pb.ListJobsReply(),
+        "Events": lambda _: iter(()),
     }
     with answering(**answers) as address, Dashboard(tmp_path, "--master", address) as dashboard:
         visit = Visit(browser, dashboard, role="operator")

@@ -351,18 +351,17 @@ def test_the_first_page_has_what_happened_to_the_cluster(stand: Stand, viewer: V
     assert re.search(r"What happened \d{4}-\d\d-\d\d \d\d:\d\d:\d\d \S", shown)
     assert f"{stand.job} submitted" in shown
 
-    def drain() -> None:
-        stand.client.drain("n2", "a new fan", force=False)
+    def submit() -> None:
+        made = run("submit", str(stand.folder / "job.yaml"), "--master", stand.address)
+        assert made.returncode == 0, made
 
-    drained = "node n2 is to be drained: a new fan"
-    assert seen(viewer, "/", "events", lambda told: drained in told, drain)
+    newer = f"demo-{len(stand.client.jobs()) + 1}"
+    assert seen(viewer, "/", "events", lambda told: f"{newer} submitted" in told, submit)
     stand.restart_master()
     until(lambda: viewer.get("/").status == 200, "the master's return")
-    stand.client.undrain("n2")
-    until(lambda: "n2 may take part again" in plain(viewer.get("/").text), "the next event")
-    assert re.search(
-        rf"n2 may take part again .*the master started .*{drained}", plain(viewer.get("/").text)
-    )
+    stand.client.cancel(newer)
+    order = rf"{newer} cancelled .*the master started .*{newer} submitted"
+    until(lambda: re.search(order, plain(viewer.get("/").text)), "the events of both masters")
 
 
 def test_the_lines_of_a_job_go_on_when_the_master_was_restarted(
