@@ -202,6 +202,7 @@ def test_no_such_node(master: str, verb: str) -> None:
         (("jobs", "--master", "::1:4600"), "HOST:PORT"),
         (("events", "\udcff"), r"the argument '\udcff' is not UTF-8 text"),
         (("status", "\udcff"), r"the argument '\udcff' is not UTF-8 text"),
+        (("metrics",), "Missing argument 'JOB'"),
         (("submit", "absent.yaml"), "absent.yaml: No such file"),
         (("plan", "--nodes", "4"), "--profile"),
         (("plan", "--profile", "absent.json", "--nodes", "4"), "absent.json: No such file"),
