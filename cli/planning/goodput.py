@@ -9,7 +9,6 @@ import click
 
 from oobleck.cli import options
 from oobleck.cli.options import job_argument, master_option
-from oobleck.host.command import CommandFailed
 from oobleck.host.ipc.endpoint import Endpoint
 
 if TYPE_CHECKING:
@@ -51,12 +50,12 @@ def goodput(job_id: str, master: Endpoint, costs: bool, form: "Form") -> None:
 def _costs(
     connection: "MasterClient", job_id: str, events: Sequence[Record], metrics: Sequence[Record]
 ) -> Mapping[str, float]:
+    from oobleck.planner.report.goodput import ENDS
     from oobleck.planner.report.learned import learn_costs
 
-    try:
-        planning = connection.planning(job_id)
-    except CommandFailed:  # an ended job's plan is not kept: its links' speed is not known
+    if any(one["event"] in ENDS for one in events):  # its plan is not kept, nor its links' speed
         return learn_costs(events, metrics)
+    planning = connection.planning(job_id)
     return learn_costs(
         events,
         metrics,

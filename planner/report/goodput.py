@@ -39,7 +39,7 @@ _STATES: Mapping[str, Cause | None] = {
     "resumed": "startup",
     "reconfigured": None,
 }
-_ENDS = ("succeeded", "failed", "cancelled")
+ENDS = ("succeeded", "failed", "cancelled")
 _LOSSES = ("node_lost", "worker_lost", "node_left_out")
 #: Steps whose longest one bounds the useful time of the step in progress.
 _RECENT = 10
@@ -75,7 +75,7 @@ class _Job:
         if not self.events:
             raise ValueError("the job has no events")
         self._origin = float(self.events[0]["time"])
-        self.ended = next((one for one in self.events if one["event"] in _ENDS), None)
+        self.ended = next((one for one in self.events if one["event"] in ENDS), None)
         last = until if self.ended is None else float(self.ended["time"])
         self.end = max(0, self.at(last))
         self.records = [*metrics]
