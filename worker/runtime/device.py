@@ -24,10 +24,13 @@ from oobleck.host.timeline import boot_id
 from oobleck.planner.profile.memory import allocator_share, strangers_bytes
 from oobleck.worker.runtime.errors import NodeError
 
+#: Types of devices with queues and pinned host memory. ROCm builds of torch name theirs cuda, too.
+_ACCELERATORS = ("cuda", "xpu")
+
 
 def has_queue(device: torch.device) -> bool:
     """Return whether work on the device is only queued, and runs later, as on accelerators."""
-    return device.type != "cpu"
+    return device.type in _ACCELERATORS
 
 
 def mark_queued(device: torch.device) -> torch.Event | None:

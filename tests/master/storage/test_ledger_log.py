@@ -37,8 +37,7 @@ def lost(cause: str) -> NodeLost:
         ),
         (
             SaveProblem(job_id=JOB, failed=SaveFailed(what="checkpoint", step=5, reason="full")),
-            "WARNING {} a save failed; training continues job=demo-1 what=checkpoint step=5 "
-            "reason=full",
+            "WARNING {} the checkpoint could not be written job=demo-1 step=5 reason=full",
         ),
         (JobStarted(job_id=JOB), "INFO {} job started job=demo-1"),
     ],

@@ -109,6 +109,7 @@ def test_layers_that_workers_share_run_as_compiled(
     assert losses == pytest.approx(expected, rel=1e-12)
 
 
+@pytest.mark.soak
 def test_blocks_of_a_built_in_model_train_as_they_are_also_where_workers_share_them(
     warm: WarmWorkers,
 ) -> None:
