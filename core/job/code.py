@@ -77,14 +77,18 @@ class CodePolicy(Struct, frozen=True, kw_only=True):
 
     def why_not(self, functions: Iterable[Code], *, brought: bool) -> str:
         """Return why the node does not run these functions of a job, and the flag to give; empty:
-        it does. `brought`: the job has a wheel, for functions without a path."""
+        it does, or its workers decide. `brought`: the job has a wheel, for functions without a
+        path."""
         if brought and not self.accepts:
             return (
                 "no code that comes with a job runs there; start the agent with --accept-code "
                 "(oobleck up HOSTS.txt -- --accept-code; oobleck local --accept-code)"
             )
+        # A link on the node may lead from a path to a directory that it allows.
+        maybe = any(prefix.startswith("/") for prefix in self.allows)
         for code in functions:
-            if not (code.path is None and brought) and not is_allowed(code, self.allows):
+            runs = brought if code.path is None else maybe
+            if not runs and not is_allowed(code, self.allows):
                 return (
                     f"jobs may not load {code.name} there; start the agent with --allow-code "
                     f"{code.module if code.path is None else code.path}, or install the code as a "

@@ -48,3 +48,14 @@ def test_why_a_node_does_not_run_a_job_names_the_flag() -> None:
     assert "start the agent with --allow-code mine," in why
     assert CodePolicy(allows=("/srv", "mine")).why_not(functions, brought=False) == ""
     assert CodePolicy().why_not((), brought=False) == ""
+
+
+@pytest.mark.parametrize(
+    ("allows", "refused"), [((), True), (("mine",), True), (("/srv",), False), (("*",), False)]
+)
+def test_a_node_refuses_a_path_only_if_it_allows_no_folder(
+    allows: tuple[str, ...], refused: bool
+) -> None:
+    """On the node a link may lead from the path to a folder that it allows."""
+    why = CodePolicy(allows=allows).why_not([code("mine:make", "/home/u/mine")], brought=False)
+    assert ("start the agent with --allow-code /home/u/mine," in why) == refused
