@@ -1,7 +1,7 @@
 """Packing of the code beside a job file into a wheel that goes with the job.
 
-Code travels if nodes take it; where all nodes are on this machine, or allow its folder and take no
-wheels, it stays and is read in place. Data, checkpoints and whatever else is no code stay too.
+Code travels if more nodes take it than allow its folder; else, and where all nodes are on this
+machine, it stays and is read in place. Data, checkpoints and whatever else is no code stay too.
 """
 
 import dataclasses
@@ -18,7 +18,8 @@ from pathlib import Path
 
 from oobleck.cli.jobs.checks import all_here
 from oobleck.cli.jobs.own_code import look_at, refuse, tell
-from oobleck.core.job.code import Code, is_allowed
+from oobleck.cli.output.text import GONE
+from oobleck.core.job.code import ANY, Code, is_allowed
 from oobleck.core.job.spec import JobSpec
 from oobleck.core.units import count, format_bytes
 from oobleck.host.command import USAGE, CommandFailed
@@ -28,7 +29,7 @@ from oobleck.host.wheel import S, Wheel, placed
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto.status import read_code
 
-#: Suffixes of Python, and of small files that it reads: settings, sources of kernels.
+#: Suffixes of Python, and of small files in packages that it reads: settings, sources of kernels.
 _PYTHON = ".py"
 _READ = frozenset(
     {
@@ -48,7 +49,7 @@ _NO_CODE = ("__pycache__", "node_modules", ".egg-info", ".dist-info", ".data")
 _MARKERS = ("pyvenv.cfg", ".safetensors", JOURNAL, "ca.crt")
 _METADATA = "oobleck_job-0.dist-info/WHEEL"
 _TAGS = "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-#: Most names of files that stay behind in the line about the others.
+#: Most names of files in each list of the line about them.
 _NAMES_TOLD = 3
 
 
@@ -67,13 +68,12 @@ def packed(
     `base`: folder of the job file.
     """
     beside = [code for code in job.functions if code.path == str(base)]
-    if not (pack and beside and job.code is None and _travels(beside, nodes)):
+    if not (pack and beside and job.code is None and _travels(beside[0], base, nodes)):
         yield job
         return
     found = find(base, stays=_paths_of(job))
     content = wheel_of(found)
-    told = f"{count(len(found.files), 'file')}, {format_bytes(found.size)}, from {base}"
-    say(f"packed {told}{_left(found.left)}")
+    say(_told(found, base))
     with tempfile.TemporaryDirectory(prefix="oobleck-") as folder:
         path = Path(folder) / "job.whl"
         path.write_bytes(content)
@@ -91,14 +91,27 @@ def carried(job: JobSpec, folder: str, wheel: str) -> JobSpec:
     return dataclasses.replace(placed(job, moved), code=wheel)
 
 
-def _travels(beside: Sequence[Code], nodes: Sequence[pb.NodeInfo]) -> bool:
-    """Return whether the code has to come with the job, so that most nodes run it."""
-    there = [node for node in nodes if node.state not in ("lost", "disconnected")]
-    known = [code for node in there if (code := read_code(node))]
-    in_place = [all(is_allowed(code, one.allows) for code in beside) for one in known]
-    if all_here(nodes) and all(in_place):
+def _travels(code: Code, base: Path, nodes: Sequence[pb.NodeInfo]) -> bool:
+    """Return whether code in the folder `base` has to come with the job, so that most nodes run
+    it."""
+    there = [node for node in nodes if node.state not in (*GONE, "disconnected")]
+    known = [policy for node in there if (policy := read_code(node))]
+    if there and not known:  # agents or a master of an earlier release
         return False
-    return sum(one.accepts for one in known) >= sum(in_place)
+    folders = [dataclasses.replace(code, path=path) for path in (str(base), os.path.realpath(base))]
+    allowing = [any(is_allowed(folder, one.allows) for folder in folders) for one in known]
+    if all_here(nodes) and all(allowing):
+        return False
+    accepting = sum(one.accepts for one in known)
+    # A node that allows any folder does not say that it has this one.
+    in_place = sum(
+        allowed and not (one.accepts and ANY in one.allows)
+        for one, allowed in zip(known, allowing, strict=True)
+    )
+    if accepting or in_place:
+        return accepting > in_place
+    # Links on a node may lead from the folder to one that it allows.
+    return all(one.why_not([code], brought=False) for one in known)
 
 
 def _paths_of(job: JobSpec) -> frozenset[str]:
@@ -110,12 +123,18 @@ def _paths_of(job: JobSpec) -> frozenset[str]:
     return frozenset(path for path in paths if path is not None)
 
 
-def _left(names: Sequence[str]) -> str:
-    if not names:
-        return ""
+def _told(found: "Found", folder: Path) -> str:
+    """Return a line about what is packed of the folder, and what is not."""
+    others = [name for name in found.files if not name.endswith(_PYTHON)]
+    besides = f" (not Python: {_first(others)})" if others else ""
+    left = f"; left out: {_first(found.left)}" if found.left else ""
+    size = format_bytes(found.size)
+    return f"packed {count(len(found.files), 'file')}{besides}, {size}, from {folder}{left}"
+
+
+def _first(names: Sequence[str]) -> str:
     more = len(names) - _NAMES_TOLD
-    told = ", ".join(names[:_NAMES_TOLD]) + (f" and {more} more" if more > 0 else "")
-    return f"; no code, or too large, and left out: {told}"
+    return ", ".join(names[:_NAMES_TOLD]) + (f" and {more} more" if more > 0 else "")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -124,7 +143,7 @@ class Found:
 
     #: Content by path below the folder.
     files: dict[str, bytes] = field(default_factory=dict)
-    #: Files without a dot at the beginning that are not packed.
+    #: Files and folders that are not packed, but hidden ones and caches; folders end with a slash.
     left: list[str] = field(default_factory=list)
 
     @property
@@ -136,28 +155,39 @@ def find(folder: Path, *, stays: Collection[str] = ()) -> Found:
     """Return the code in a folder and below it. `stays`: paths and globs of what is no code. Raise
     CommandFailed if there is too much of it."""
     found, entries, size = Found(), 0, 0
+    within = os.path.join(os.path.realpath(folder), "")
+    packages = set[str]()
     for at, folders, names in os.walk(folder):
         entries += len(folders) + len(names)
         if entries > _MOST_ENTRIES:
             raise _too_much(folder, f"more than {_MOST_ENTRIES} files")
-        if at != str(folder) and any(name.endswith(_MARKERS) for name in names):
-            folders.clear()
-            continue
-        folders[:] = sorted(name for name in folders if _may_hold_code(at, name, stays))
+        if at != str(folder):
+            if any(name.endswith(_MARKERS) for name in names):
+                found.left.append(os.path.join(os.path.relpath(at, folder), ""))
+                folders.clear()
+                continue
+            if "__init__.py" in names or os.path.dirname(at) in packages:
+                packages.add(at)
+        below = sorted(name for name in folders if not name.startswith("."))
+        below = [os.path.join(at, name) for name in below if not name.endswith(_NO_CODE)]
+        left = [path for path in below if os.path.islink(path) or _stays(path, stays)]
+        found.left += [os.path.join(os.path.relpath(path, folder), "") for path in left]
+        folders[:] = [os.path.basename(path) for path in below if path not in left]
         for name in sorted(names):
             path = os.path.join(at, name)
-            below = os.path.relpath(path, folder)
+            shown = os.path.relpath(path, folder)
             if name.startswith("."):
                 continue
-            if _stays(path, stays) or not _is_code(path):
-                found.left.append(below)
+            leads_out = not os.path.realpath(path).startswith(within)
+            if leads_out or _stays(path, stays) or not _is_code(path, packaged=at in packages):
+                found.left.append(shown)
                 continue
             try:
-                found.files[below] = read_regular(path, _MOST_BYTES)
+                found.files[shown] = read_regular(path, _MOST_BYTES)
             except OSError as error:
                 text = f"{path}: {error.strerror}; correct that, or leave it out of {folder}"
                 raise CommandFailed(text, USAGE) from error
-            size += len(found.files[below])
+            size += len(found.files[shown])
             if size > _MOST_BYTES or len(found.files) > _MOST_FILES:
                 most = f"{count(_MOST_FILES, 'file')} or {format_bytes(_MOST_BYTES)} of code"
                 raise _too_much(folder, f"more than {most}")
@@ -172,22 +202,16 @@ def _too_much(folder: Path, what: str) -> CommandFailed:
     )
 
 
-def _may_hold_code(at: str, name: str, stays: Collection[str]) -> bool:
-    if name.startswith(".") or name.endswith(_NO_CODE):
-        return False
-    return not _stays(os.path.join(at, name), stays)
-
-
 def _stays(path: str, stays: Collection[str]) -> bool:
     """Return whether the path is one of these, or matches one that is a glob."""
     return path in stays or any(fnmatchcase(path, pattern) for pattern in stays)
 
 
-def _is_code(path: str) -> bool:
+def _is_code(path: str, *, packaged: bool) -> bool:
     if not (path.isascii() and path.isprintable() and "\\" not in path):
         return False
     suffix = os.path.splitext(path)[1]
-    if suffix != _PYTHON and suffix not in _READ:
+    if suffix != _PYTHON and not (packaged and suffix in _READ):
         return False
     try:
         status = os.stat(path)

@@ -77,7 +77,7 @@ def test_who_follows_the_page_gets_a_cluster_that_trains(machines: dict[str, Mac
             operator = head.home / ".oobleck/master/pki/operator"
             before = contents(operator)
 
-    assert "packed 2 files" in told
+    assert "packed 1 file, " in told
     assert "succeeded" in told
     job = head.home / ".oobleck/master/jobs/my-model-1"
     assert len(read_lines(job / "metrics.jsonl")) == STEPS

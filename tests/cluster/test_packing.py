@@ -82,10 +82,10 @@ def test_what_lies_beside_the_job_file_goes_along(cluster: LocalCluster, first: 
     restart(cluster, n1=ACCEPTS, n2=ACCEPTS)
     done = submit(cluster, first)
     assert done.returncode == 0, done.stderr
-    size = sum(path.stat().st_size for path in first.glob("*") if path.suffix in (".py", ".yaml"))
+    size = sum(path.stat().st_size for path in first.glob("*.py"))
     assert done.stderr.splitlines()[0] == (
-        f"oobleck: packed 3 files, {size / 1024:.1f} KiB, from {first}; no code, or too large, and "
-        "left out: corpus.bin"
+        f"oobleck: packed 2 files, {size / 1024:.1f} KiB, from {first}; left out: corpus.bin, "
+        "job.yaml, venv/"
     )
     shutil.rmtree(first)
     cluster.wait_step(done.stdout.strip(), 2, 100)
@@ -125,3 +125,25 @@ def test_agents_behind_links_tell_the_folder_that_they_allow(
     told = json.loads(cluster.oobleck("nodes", "--json").stdout)
     (node,) = (one for one in told if one["state"] == "live")
     assert node["code"] == {"accepts": False, "allows": sorted([str(link), os.fspath(first)])}
+
+
+def test_a_path_whose_links_lead_to_an_allowed_folder_is_loaded(
+    cluster: LocalCluster, first: Path, tmp_path: Path
+) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(first)
+    restart(cluster, n1=("--no-accept-code", "--allow-code", str(first)))
+    done = submit(cluster, link, "--set", "fault_tolerance=0")
+    assert done.returncode == 0, done.stderr
+    assert "packed" not in done.stderr
+    cluster.wait_step(done.stdout.strip(), 2, 100)
+
+
+def test_a_path_that_is_not_allowed_is_refused_by_the_workers(
+    cluster: LocalCluster, first: Path, tmp_path: Path
+) -> None:
+    restart(cluster, n1=("--no-accept-code", "--allow-code", str(tmp_path / "other")))
+    done = submit(cluster, first, "--set", "fault_tolerance=0", "--follow")
+    assert done.returncode == 1
+    assert f"start its agent with --allow-code {first}," in done.stderr
+    assert "n1" in done.stderr
