@@ -1,6 +1,7 @@
 """A real master process, with agents and operators that speak its protocol."""
 
 import asyncio
+import dataclasses
 import json
 import random
 import signal
@@ -10,15 +11,19 @@ import grpc
 import pytest
 from msgspec.structs import replace
 
+from oobleck.core.job.code import CodePolicy
+from oobleck.core.job.file import format_job
+from oobleck.core.job.spec import DataSpec
 from oobleck.core.messages import Evaluated
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto import control_pb2_grpc as rpc
 from oobleck.proto.protocol import NEWEST
 from oobleck.proto.types import NodeStatus
 from support import loops
-from support.jobs import evaluation, job_text, record
+from support.jobs import evaluation, job_spec, job_text, record
 from support.live_agent import FakeAgent, all_of, connected, started, told
 from support.masters import DEADLINE_S, MasterProcess, master, operator, state_of
+from support.sketches import LAYER, model_of
 
 
 def evaluated(generation: int, step: int, loss: float | None) -> Evaluated:
@@ -278,6 +283,30 @@ def test_a_request_that_is_repeated_gives_the_same_job_and_jobs_queue(tmp_path: 
             follow = pb.EventsRequest(job_id="demo-1", follow=True)
             events = [json.loads(e.json)["event"] async for e in control.Events(follow)]
             assert events == ["submitted", "waiting", "cancelled"]
+
+    with master(tmp_path / "state") as running:
+        loops.run(test(running.address), limit_s=480)
+
+
+def test_a_request_that_is_repeated_is_not_judged_anew(tmp_path: Path) -> None:
+    """Its first answer may have been lost, and the nodes that run its code since."""
+    own = model_of(LAYER, LAYER)
+    text = format_job(dataclasses.replace(job_spec("demo"), model=own, data=DataSpec(python="a:b")))
+
+    async def test(address: str) -> None:
+        runs = FakeAgent("n1", code=CodePolicy(allows=("*",)))
+        refuses = FakeAgent("n2", code=CodePolicy())
+        async with operator(address) as control:
+            await runs.connect(address)
+            await refuses.connect(address)
+            first = await control.Submit(pb.SubmitRequest(request_id="a", job=text))
+            assert first.warning.startswith("left out of the job: jobs may not load a:b")
+            await runs.disconnect()
+            again = await control.Submit(pb.SubmitRequest(request_id="a", job=text))
+            assert again.job_id == first.job_id
+            with pytest.raises(grpc.aio.AioRpcError, match="no node runs the job's code"):
+                await control.Submit(pb.SubmitRequest(request_id="b", job=text))
+            await refuses.disconnect()
 
     with master(tmp_path / "state") as running:
         loops.run(test(running.address), limit_s=480)
