@@ -405,13 +405,13 @@ def agent(
             versions=versions(found),
             drain_grace_s=drain_grace,
         )
+        log.configure()
         holder = choose_way(master, config.name, credentials, token, insecure=insecure)
         code = read_code(allow_code, accept_code, any_by_default=holder.own_user_alone)
         config = dataclasses.replace(config, allow_code=code[0], accept_code=code[1])
         listening = bind("--metrics-listen", metrics_listen) if metrics_listen is not None else None
     except ValueError as error:
         raise command.CommandFailed(str(error), 2) from error
-    log.configure()
     if withheld:
         logger.info(WITHHELD, extra={"variables": withheld})
     return asyncio.run(serve(config, holder, token, listening, health_listen))

@@ -121,7 +121,8 @@ def _sign_for(folder: Path, authority: Path, name: str) -> None:
     """Sign a certificate for the agent with the authority's key. Raises ValueError with the fix."""
     fix = "give another one a token of 'oobleck pki token' by --token-file"
     try:
-        have_issued(authority, folder, "agent", name)
+        if unrecorded := have_issued(authority, folder, "agent", name):
+            logger.warning("certificate not recorded", extra={"reason": unrecorded})
     except OSError as error:
         raise ValueError(f"{folder}: {error.strerror}; {fix}") from error
 

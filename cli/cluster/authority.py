@@ -12,7 +12,10 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import click
+
 from oobleck.host.command import FAILED, USAGE, CommandFailed
+from oobleck.host.display import inline
 from oobleck.host.security import credential_folder as signing
 from oobleck.host.security import pki
 from oobleck.host.security.credentials import (
@@ -58,7 +61,7 @@ def make_authority(folder: Path, names: Sequence[str]) -> None:
             folder / MASTER_CERTIFICATE,
             authority.sign_master(key.public_key(), names, MASTER_LIFE_S),
         )
-        signing.issue(authority, folder, folder / OPERATOR, "operator", ADMIN)
+        _warn(signing.issue(authority, folder, folder / OPERATOR, "operator", ADMIN))
         # Written last: it completes the folder.
         write_private(folder / AUTHORITY, authority.certificate)
     except ValueError as error:
@@ -82,13 +85,18 @@ def issue(folder: Path, target: Path, role: Role, name: str) -> None:
     except ValueError as error:
         raise CommandFailed(f"--dir: {error}", USAGE) from error
     with _told(target):
-        signing.issue(authority, folder, target, role, name)
+        _warn(signing.issue(authority, folder, target, role, name))
 
 
 def have_issued(folder: Path, target: Path, role: Role, name: str) -> None:
     """Make credentials unless `target` has some of that holder that last for some days."""
     with _told(target):
-        signing.have_issued(folder, target, role, name)
+        _warn(signing.have_issued(folder, target, role, name))
+
+
+def _warn(warning: str) -> None:
+    if warning:
+        click.echo(inline(f"oobleck: warning: {warning}"), err=True)
 
 
 @contextlib.contextmanager

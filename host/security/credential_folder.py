@@ -119,34 +119,53 @@ def read_authority(folder: Path) -> pki.Authority:
     )
 
 
-def issue(authority: pki.Authority, folder: Path, target: Path, role: Role, name: str) -> None:
+def issue(authority: pki.Authority, folder: Path, target: Path, role: Role, name: str) -> str:
     """Put a new certificate of the holder into the folder `target`, and record it in the
-    authority's `folder`. Raises ValueError, OSError."""
+    authority's `folder`. Return a warning with the fix if it is not recorded, as where the folder
+    is only read; empty: it is. Raises ValueError, OSError."""
     check_free(target, role, name, authority.certificate)
     key = own_key(target).public_key()
     certificate = authority.sign(key, pki.Identity(role=role, name=name), _LIFE_S)
     keep(target, authority.certificate, certificate)
-    with contextlib.suppress(OSError):  # a folder that is only read signs all the same
-        _record(folder / ISSUED, pki.identity_of(certificate))
+    try:
+        _record(folder, pki.identity_of(certificate))
+    except OSError as error:
+        return f"'oobleck pki list' will not show {role} {name}: {_fault(folder, error)}"
+    return ""
 
 
-def _record(path: Path, holder: pki.Identity) -> None:
+def _record(folder: Path, holder: pki.Identity) -> None:
     """Append a line about the holder's certificate. Raises OSError."""
     line = msgspec.json.encode({name: getattr(holder, name) for name in _RECORDED}) + b"\n"
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
+    descriptor = os.open(folder / ISSUED, flags, 0o600)
     try:
+        owner, made = (folder / AUTHORITY_KEY).stat(), os.fstat(descriptor)
+        if made.st_size == 0 and made.st_uid != owner.st_uid:  # by root, for the master's user
+            os.fchown(descriptor, owner.st_uid, owner.st_gid)
         os.write(descriptor, line)
     finally:
         os.close(descriptor)
 
 
+def _fault(folder: Path, error: OSError) -> str:
+    """Describe an error of the folder's record, with the fix."""
+    path, fix = folder / ISSUED, "put that right, or move it away"
+    if isinstance(error, PermissionError):
+        fix = f"run: sudo chown --reference={folder / AUTHORITY_KEY} {path}"
+    return f"{path}: {(error.strerror or str(error)).lower()}; {fix}"
+
+
 def issued(folder: Path) -> list[pki.Identity]:
     """Return the newest certificate of each holder that was issued with the authority's own key, by
-    its folder's record. Lines that cannot be read are passed over."""
+    its folder's record. Lines that cannot be read are passed over. Raises ValueError with the
+    fix."""
     try:
         lines = read_regular(folder / ISSUED, _MOST_RECORD_BYTES).splitlines()
-    except OSError:
+    except FileNotFoundError:
         return []
+    except OSError as error:
+        raise ValueError(_fault(folder, error)) from error
     found: dict[tuple[Role, str], pki.Identity] = {}
     for line in lines:
         with contextlib.suppress(ValueError):
@@ -155,10 +174,11 @@ def issued(folder: Path) -> list[pki.Identity]:
     return list(found.values())
 
 
-def have_issued(folder: Path, target: Path, role: Role, name: str) -> None:
+def have_issued(folder: Path, target: Path, role: Role, name: str) -> str:
     """Ensure that `target` has credentials of the holder for some days, by the authority in
-    `folder`. Raises ValueError, OSError."""
+    `folder`. Return a warning as `issue` does. Raises ValueError, OSError."""
     check_holder(target, role, name)
     path = target / CERTIFICATE
     if not path.exists() or pki.expiry(read_file(path)) < time.time() + _SOON_S:
-        issue(read_authority(folder), folder, target, role, name)
+        return issue(read_authority(folder), folder, target, role, name)
+    return ""

@@ -264,11 +264,11 @@ class PkiService(rpc.PkiServicer):
         await self._ready(context)
         trust, unix = self._master.state.trust, time.time()
         folder = self._master.config.pki
-        issued = (
-            {(one.role, one.name): one for one in credential_folder.issued(folder)}
-            if folder
-            else {}
-        )
+        try:
+            found = credential_folder.issued(folder) if folder else []
+        except ValueError as error:
+            await _refuse(context, f"on the master's host, {error}")
+        issued = {(one.role, one.name): one for one in found}
         return pb.ListCredentialsReply(
             tokens=[
                 pb.TokenInfo(

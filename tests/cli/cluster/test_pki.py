@@ -355,6 +355,19 @@ def test_the_list_has_certificates_that_were_made_without_the_master(
     assert re.search(r"^ida +certificate +viewer +revoked$", listed, re.MULTILINE), listed
 
 
+def test_a_list_without_the_record_of_such_certificates_is_refused(
+    secured: Secured, tmp_path: Path
+) -> None:
+    record = secured.pki / "issued.jsonl"
+    record.rename(tmp_path / "kept")
+    record.mkdir()
+    line = refused(secured.oobleck("pki", "list"), 2)
+    assert f"on the master's host, {record}: is a directory; put that right" in line
+    record.rmdir()
+    (tmp_path / "kept").rename(record)
+    assert secured.oobleck("pki", "list").returncode == 0
+
+
 def test_nothing_secret_is_in_logs_arguments_or_the_journal(
     secured: Secured, start_agent: Start, tmp_path: Path
 ) -> None:

@@ -2,7 +2,8 @@
 
 import errno
 import os
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Barrier
@@ -13,9 +14,11 @@ from oobleck.agent.connection.enrol import choose_way
 from oobleck.cli.cluster.authority import issue, make_authority
 from oobleck.host.command import CommandFailed
 from oobleck.host.security import pki
-from oobleck.host.security.credential_folder import keep, own_key
+from oobleck.host.security.credential_folder import issue as issue_by
+from oobleck.host.security.credential_folder import issued, keep, own_key, read_authority
 from oobleck.host.security.credentials import Credentials, Role, create_private, read_credentials
 
+NOBODY = 65_534
 HERE = pki.Authority.new("here")
 ELSEWHERE = pki.Authority.new("elsewhere")
 
@@ -217,6 +220,60 @@ def test_of_authorities_that_are_made_at_once_one_is_whole_and_the_others_are_re
         master = pki.read_key((folder / "master.key").read_bytes())
         assert pki.matches((folder / "master.crt").read_bytes(), master)
         assert read_credentials(folder / "operator").authority == certificate
+
+
+def test_a_record_that_cannot_be_used_is_told_with_the_fix(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    home = tmp_path / "pki"
+    make_authority(home, ())
+    record = home / "issued.jsonl"
+    assert [one.name for one in issued(home)] == ["admin"]
+    record.unlink()
+    assert issued(home) == []
+    record.mkdir()
+    with pytest.raises(ValueError, match=r"issued.jsonl: is a directory; put that right, or move"):
+        issued(home)
+    issue(home, tmp_path / "n1", "agent", "n1")
+    assert pki.identity_of(read_credentials(tmp_path / "n1").certificate).name == "n1"
+    told = "oobleck: warning: 'oobleck pki list' will not show agent n1: "
+    assert capsys.readouterr().err.startswith(f"{told}{record}: is a directory; ")
+
+
+@pytest.fixture
+def anothers() -> Iterator[Path]:
+    """An authority that belongs to another user, without a record."""
+    with tempfile.TemporaryDirectory() as folder:
+        home = Path(folder) / "pki"
+        make_authority(home, ())
+        (home / "issued.jsonl").unlink()
+        for path in (Path(folder), home, home / "ca.crt", home / "ca.key"):
+            os.chown(path, NOBODY, NOBODY)
+        yield home
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+def test_a_record_by_root_is_the_owners_of_the_authority(anothers: Path, tmp_path: Path) -> None:
+    issue(anothers, tmp_path / "n1", "agent", "n1")
+    made = (anothers / "issued.jsonl").stat()
+    assert (made.st_uid, made.st_gid, made.st_mode & 0o777) == (NOBODY, NOBODY, 0o600)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_a_record_of_another_user_is_told_with_the_command_that_mends_it(anothers: Path) -> None:
+    record = anothers / "issued.jsonl"
+    create_private(record, b"")
+    fix = f"{record}: permission denied; run: sudo chown --reference={anothers / 'ca.key'} {record}"
+    os.seteuid(NOBODY)
+    try:
+        authority = read_authority(anothers)
+        warning = issue_by(authority, anothers, anothers / "n1", "agent", "n1")
+        with pytest.raises(ValueError, match="permission denied") as refused:
+            issued(anothers)
+    finally:
+        os.seteuid(0)
+    assert warning == f"'oobleck pki list' will not show agent n1: {fix}"
+    assert str(refused.value) == fix
 
 
 def test_what_was_left_of_an_authority_stays(tmp_path: Path) -> None:
