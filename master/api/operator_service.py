@@ -9,7 +9,7 @@ import contextlib
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator
 from itertools import takewhile
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 
@@ -42,12 +42,16 @@ from oobleck.master.rules.questions import is_undecided
 from oobleck.master.state.job import ENDED, Job
 from oobleck.master.storage.archive import Line
 from oobleck.master.storage.backup import Capture
+from oobleck.master.storage.event_lines import is_of_credentials
 from oobleck.master.storage.records import read_steps
 from oobleck.master.tracking import check_installed
 from oobleck.planner.profile.measurement import check_fits
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto import control_pb2_grpc as rpc
 from oobleck.proto.examinations import finding_message
+
+if TYPE_CHECKING:
+    from oobleck.host.security.pki import Identity
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -287,7 +291,7 @@ class OperatorService(rpc.OperatorServicer):
         self, request: pb.EventsRequest, context: Context
     ) -> AsyncIterator[pb.EventRecord]:
         if not request.job_id:
-            async for record in self._cluster_events(follow=request.follow):
+            async for record in self._cluster_events(caller(context), follow=request.follow):
                 yield record
             return
         job = await self._job(request.job_id, context)
@@ -305,13 +309,16 @@ class OperatorService(rpc.OperatorServicer):
                 return
             await self._master.changes.after(changed)
 
-    async def _cluster_events(self, *, follow: bool) -> AsyncIterator[pb.EventRecord]:
-        told = 0
+    async def _cluster_events(
+        self, who: "Identity | None", *, follow: bool
+    ) -> AsyncIterator[pb.EventRecord]:
+        told, viewer = 0, who is not None and who.role == "viewer"
         while True:
             changed = self._master.changes.next
             for number, line in self._master.cluster_events(told):
                 told = number
-                yield pb.EventRecord(json=line)
+                if not (viewer and is_of_credentials(line)):
+                    yield pb.EventRecord(json=line)
             if not follow:
                 return
             await self._master.changes.after(changed)

@@ -6,6 +6,8 @@ lacks. Must not know files; `oobleck.master.storage.records` numbers and writes 
 
 from collections.abc import Iterator, Mapping
 
+import msgspec
+
 from oobleck.core.ids import JobId
 from oobleck.master.events import jobs, nodes
 from oobleck.master.events.unions import (
@@ -45,6 +47,19 @@ _PLAIN: Mapping[type[Journaled], tuple[str, ...]] = {
     jobs.RecordsLost: ("records_lost", "first", "last", "why"),
     jobs.JobPutBack: ("put_back", "instead"),
 }
+#: Events of the cluster about tokens and certificates, which only operators may list.
+_OF_CREDENTIALS = frozenset(
+    {"token_created", "token_revoked", "certificate_issued", "certificates_revoked"}
+)
+
+
+class _Named(msgspec.Struct, frozen=True):
+    event: str
+
+
+def is_of_credentials(line: str) -> bool:
+    """Return whether the cluster's line is about a token or a certificate."""
+    return msgspec.json.decode(line, type=_Named).event in _OF_CREDENTIALS
 
 
 def lines_of(state: ClusterState, event: Journaled, unix: float) -> list[tuple[JobId, EventLine]]:

@@ -355,6 +355,29 @@ def test_the_list_has_certificates_that_were_made_without_the_master(
     assert re.search(r"^ida +certificate +viewer +revoked$", listed, re.MULTILINE), listed
 
 
+def test_viewers_are_told_nothing_of_tokens_and_certificates(
+    secured: Secured, tmp_path: Path
+) -> None:
+    """As the list of them is for operators alone."""
+    folder = tmp_path / "vic"
+    secured.token("--role", "agent", "--name", "secret-name")
+    token = ("--token-file", str(secured.token("--role", "viewer", "--name", "vic")))
+    shown = ("--master", secured.address, "--credentials", str(folder))
+    assert run("pki", "join", "vic", *token, *shown).returncode == 0
+
+    def told(who: Path) -> set[str]:
+        done = secured.oobleck("events", "--json", who=who)
+        assert done.returncode == 0, done
+        return {json.loads(line)["event"] for line in done.stdout.splitlines()}
+
+    for_operators = {"token_created", "certificate_issued", "certificates_revoked"}
+    seen = told(secured.operator)
+    assert for_operators - {"certificates_revoked"} <= seen
+    assert told(folder) == seen - for_operators - {"token_revoked"}
+    assert "master_started" in told(folder)
+    assert secured.oobleck("pki", "revoke", "vic").returncode == 0
+
+
 def test_a_list_without_the_record_of_such_certificates_is_refused(
     secured: Secured, tmp_path: Path
 ) -> None:
