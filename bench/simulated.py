@@ -1,0 +1,191 @@
+"""How well `oobleck simulate` foretells a real cluster.
+
+    python -m bench.simulated [--events 32] [--nodes 5] [--mb-per-s 100] [--every 9] [--seed 1]
+
+Every node is on a host of its own, in a network where each host sends and receives no more than
+`--mb-per-s`. A job with 200 MB of state trains while nodes are killed and started again, by a
+seeded trace. Its layers sleep in place of computing (`bench.support.slept`), so that nodes which
+share a core step as fast as hosts of their own would. The costs of interruptions are learned from
+the first half of the trace (`oobleck goodput --costs`), and the whole trace is replayed with them.
+Compared are
+
+- samples: of the second half, from its first event to its end;
+- stall: seconds of the second half in which no step was worked on, for changes of plan;
+- changes: plans of the second half; below, those of the whole trace by policy and rule.
+"""
+
+import argparse
+import csv
+import json
+import random
+import subprocess
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from bench.support.client import BIN, Record
+from bench.support.netcluster import NetCluster
+from oobleck.cli.client import MasterClient
+from oobleck.planner.report.learned import learn_costs
+
+_ROOT = Path(__file__).resolve().parents[1]
+_BATCH, _MICROBATCH = 16, 2
+_LAYERS, _PARAMETERS = 8, 2_100_000
+
+
+def job() -> dict[str, object]:
+    return {
+        "name": "simulated",
+        "model": {
+            "python": "bench.support.slept:slept",
+            "path": str(_ROOT),
+            "arguments": {
+                "layers": _LAYERS, "width": 64, "parameters": _PARAMETERS, "seconds": 0.01,
+            },
+            "sequence_length": 8,
+        },
+        "data": {"text": [str(_ROOT / "LICENSE")]},
+        "training": {"steps": 1_000_000, "global_batch": _BATCH, "microbatch": _MICROBATCH},
+        "fault_tolerance": 1,
+        "resources": {"min_nodes_per_pipeline": 2},
+        "profile": "measure",
+    }  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    at_s: float
+    #: "remove" or "add".
+    what: str
+    node: str
+
+
+def trace(nodes: int, events: int, every_s: float, seed: int) -> list[Event]:
+    """Losses and returns in turn, at most two nodes away, `every_s` apart on average."""
+    rng = random.Random(seed)
+    there, away = [f"n{number}" for number in range(1, nodes + 1)], list[str]()
+    found, at_s = list[Event](), 5.0
+    for _ in range(events):
+        lose = not away or (len(away) < 2 and rng.random() < 0.5)
+        source, target = (there, away) if lose else (away, there)
+        node = source.pop(rng.randrange(len(source)))
+        target.append(node)
+        found.append(Event(at_s, "remove" if lose else "add", node))
+        at_s += every_s * rng.uniform(0.6, 1.4)
+    return found
+
+
+def play(cluster: NetCluster, job_id: str, wanted: Sequence[Event]) -> tuple[float, list[Event]]:
+    """Do to the cluster what the trace says. Return the Unix time of its begin, and what happened
+    when."""
+    begun, happened = time.time(), list[Event]()
+    for event in wanted:
+        time.sleep(max(0.0, begun + event.at_s - time.time()))
+        at_s = time.time() - begun
+        if event.what == "remove":
+            # There are no checkpoints: a loss has to find the state in two places.
+            cluster.wait(lambda: cluster.status(job_id)["can_lose"] > 0, "a plan that can lose one")
+            at_s = time.time() - begun
+            cluster.kill_node(event.node)
+        else:
+            cluster.start_node(event.node)
+            cluster.wait(partial(_is_live, cluster, event.node), f"{event.node} to be live")
+            at_s = time.time() - begun
+        happened.append(Event(at_s, event.what, event.node))
+        print(f"{at_s:7.1f} {event.what} {event.node}", flush=True)
+    return begun, happened
+
+
+def _is_live(cluster: NetCluster, node: str) -> bool:
+    return node in cluster.live()
+
+
+def simulate(
+    folder: Path, nodes: int, happened: Sequence[Event], until_s: float, costs: Mapping[str, float]
+) -> dict[str, Any]:
+    """Return what `oobleck simulate` says of the trace until then."""
+    path = folder / "trace.csv"
+    with path.open("w") as file:
+        rows = csv.writer(file)
+        rows.writerow(["time_s", "event", "node"])
+        rows.writerows([0, "add", f"n{number}"] for number in range(1, nodes + 1))
+        rows.writerows([f"{event.at_s:.3f}", event.what, event.node] for event in happened)
+    (folder / "costs.json").write_text(json.dumps(dict(costs)))
+    command = [str(BIN / "oobleck"), "simulate", "--trace", str(path), "--nodes", str(nodes)]
+    command += ["--profile", str(folder / "profile.json"), "--costs", str(folder / "costs.json")]
+    command += ["--global-batch", str(_BATCH), "--microbatch", str(_MICROBATCH)]
+    command += ["--policy", "auto", "--until", f"{until_s:.3f}", "--json"]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found: dict[str, Any] = json.loads(said)["policies"]["auto"]
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--events", type=int, default=32)
+    parser.add_argument("--nodes", type=int, default=5)
+    parser.add_argument("--mb-per-s", type=float, default=100.0)
+    parser.add_argument("--every", type=float, default=9.0, metavar="SECONDS")
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args()
+    wanted = trace(options.nodes, options.events, options.every, options.seed)
+    with (
+        NetCluster(
+            options.nodes,
+            bytes_per_s=int(options.mb_per_s * 1e6),
+            node_options={
+                f"n{number}": ("--allow-code", str(_ROOT)) for number in range(1, options.nodes + 1)
+            },
+        ) as cluster,
+    ):
+        job_id = cluster.submit(job())
+        cluster.wait_step(job_id, 20)
+        begun, happened = play(cluster, job_id, wanted)
+        time.sleep(options.every)
+        end_s = time.time() - begun
+        with MasterClient(cluster.endpoint) as master:
+            planning, profile = master.planning(job_id), master.profile(job_id).profile
+        events, metrics = cluster.events(job_id), cluster.metrics(job_id)
+    half_s = happened[len(happened) // 2].at_s
+
+    def part(records: Sequence[Record], since: float, until: float) -> list[Record]:
+        return [one for one in records if since <= one["time"] - begun < until]
+
+    costs = learn_costs(
+        part(events, 0, half_s),
+        part(metrics, 0, half_s),
+        link_bytes_per_s=planning.profile.links.inter_node_bytes_per_s,
+        microbatches=_BATCH // _MICROBATCH,
+    )
+    costs |= {"checkpoint_every_s": 0.0}
+    print("costs:", {cost: round(value, 3) for cost, value in costs.items()})
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "profile.json").write_text(profile)
+        first = simulate(folder, options.nodes, happened, half_s, costs)
+        whole = simulate(folder, options.nodes, happened, end_s, costs)
+    real_steps = len(part(metrics, half_s, end_s))
+    told_steps = (whole["samples"] - first["samples"]) / _BATCH
+    changes = [e for e in part(events, half_s, end_s) if e["event"] == "reconfigured"]
+    stall_s = sum(change["stall_s"] or 0.0 for change in changes)
+    made = sum(whole["counts"][p][r] - first["counts"].get(p, {}).get(r, 0)
+               for p, of in whole["counts"].items() for r in of)  # fmt: skip
+    told_stall = whole["seconds"]["stalled"] - first["seconds"]["stalled"]
+    counts = Counter(
+        (e["policy"], e["rule"]) for e in part(events, 0, end_s) if e["event"] == "reconfigured"
+    )
+    print(f"{'':16}{'real':>9}{'simulated':>11}{'ratio':>7}")
+    print(f"{'steps':16}{real_steps:9}{told_steps:11.1f}{told_steps / real_steps:7.3f}")
+    print(f"{'stall, s':16}{stall_s:9.2f}{told_stall:11.2f}{told_stall / stall_s:7.3f}")
+    print(f"{'changes':16}{len(changes):9}{made:11}")
+    print("real plans", dict(counts))
+    print("simulated ", whole["counts"])
+
+
+if __name__ == "__main__":
+    main()
