@@ -165,13 +165,14 @@ def _find(
     context: Context, job: Job, moving: Sequence[Node]
 ) -> tuple[Answer | None, list[Journaled]]:
     """Return the plan without as many of `moving` as the job can spare, and events about the
-    others. The others are kept, or lost if their drain is forced."""
+    others. The others are kept, or lost if their drain is forced. Forced drains go first, since
+    their nodes leave whatever becomes of the others."""
     state, generation = context.state, next_generation(context, job)
     ready = [node for node in state.candidates(job) if state.is_ready(node, job)]
     staying = list(moving)
     found: Answer | None = None
     events: list[Journaled] = []
-    for node in moving:
+    for node in sorted(moving, key=lambda node: node.drain is None or not node.drain.force):
         rest = [other for other in staying if other is not node]
         try:
             live = by_name([*ready, *rest])
