@@ -140,7 +140,7 @@ class Node:
     facts: NodeFacts
     #: False: lost.
     registered: bool = True
-    #: It was lost on purpose: its agent was told to end, or an operator was draining it.
+    #: It was lost on purpose: its agent was told to end, or an operator had drained it.
     left: bool = False
     #: Why and since when it is lost, and when it was last heard of before (Unix times).
     reason: str = ""

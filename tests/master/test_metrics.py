@@ -43,11 +43,25 @@ def test_an_event_that_cannot_be_counted_ends_no_master(caplog: pytest.LogCaptur
 
 def test_a_node_that_somebody_wanted_away_is_not_lost() -> None:
     player = Player()
-    player.play(START + "1.0 drain n4\n2.0 close n4\n9.0 look\n")
+    drained = "1.0 steps 1 5 1\n1.5 drain n4\n1.6 enter 2 n1 n2 n3\n1.7 steps 6 6 2\n"
+    player.play(START + drained + "2.0 close n4\n9.0 look\n")
     assert values(player, nodes.NODES)["left",] == 1
     assert values(player, nodes.NODES)["lost",] == 0
     player.play("10.0 close n3\n20.0 look\n")
     assert values(player, nodes.STATE).keys() >= {("n4", "left"), ("n3", "lost")}
+
+
+def test_a_node_that_dies_before_it_is_drained_is_lost() -> None:
+    """Nobody wanted that: the job needed it, so it was kept."""
+    player = Player()
+    start = START.replace("n1 n2 n3 n4", "n1 n2").replace("submit demo", "submit demo f=0")
+    player.play(start + "1.0 steps 1 5 1\n2.0 drain n2\n")
+    drain = player.state.nodes[NodeName("n2")].drain
+    assert drain is not None
+    assert drain.kept.startswith("job demo-1 needs it")
+    player.play("3.0 close n2\n20.0 look\n")
+    assert values(player, nodes.NODES)["lost",] == 1
+    assert values(player, nodes.NODES)["left",] == 0
 
 
 def test_failures_of_a_node_count_for_ten_minutes() -> None:

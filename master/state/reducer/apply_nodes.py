@@ -121,8 +121,8 @@ def _lose_node(state: ClusterState, event: nodes.NodeLost, now: float, unix: flo
         node.held = None
     else:
         _note_failure(node, event.reason, unix)
-    wanted = node.drain is not None and node.drain.by in ("operator", "agent")
-    node.registered, node.left = False, wanted or event.cause == "left"
+    put_away = node.drain is not None and node.drain.by == "operator" and node.drain.done
+    node.registered, node.left = False, put_away or event.cause == "left"
     node.reason = event.reason
     node.lost_at, node.seen.lost_at = unix, now
     node.heard_at = unix - event.detect_s
