@@ -79,7 +79,8 @@ class NodeLost(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     detect_s: float
     #: As in PlanMade.
     evidence: tuple[Evidence, ...] = ()
-    #: True: the master was away too, and has not heard of the node since.
+    #: True: the master was away too, and has not heard of the node since; nor was its agent alone
+    #: started anew.
     with_master: bool = False
 
 

@@ -72,7 +72,7 @@ def admit(
         cause="restarted",
         reason="its host was booted again" if booted else "its agent was started anew",
         detect_s=now - last_sign(state, known),
-        with_master=known.seen.awaited,
+        with_master=known.seen.awaited and booted,
     )
     return (restarted, registered)
 

@@ -82,13 +82,14 @@ def _loss(
     evidence_at: float,
 ) -> NodeLost:
     job, name = state.job, node.facts.node
+    restarted = node.seen.rival is not None  # on a host that was not booted again
     return NodeLost(
         node=name,
         incarnation=node.facts.incarnation,
         cause=cause,
         reason=reason,
         detect_s=now - evidence_at,
-        with_master=node.seen.awaited,
+        with_master=node.seen.awaited and not restarted,
         evidence=carried(job, now) if job is not None and job.current.has_member(name) else (),
     )
 

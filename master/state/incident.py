@@ -196,7 +196,7 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True):
         """Losses of nodes that were away together with the master, if these are nearly all."""
         lost = tuple(s for s in self.setbacks if s.with_master)
         nodes = {s.node for s in lost}
-        return lost if nodes and len(nodes) >= _NEARLY_ALL * self.members else ()
+        return lost if len(nodes) >= max(2, _NEARLY_ALL * self.members) else ()
 
     def _cut_off(self) -> Setback:
         nodes = comma_separated({s.node for s in self.silenced})

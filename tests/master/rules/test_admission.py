@@ -166,6 +166,7 @@ def test_a_name_in_use_is_free_only_where_its_host_was_booted_again(
 ) -> None:
     there = state(NodeRegistered(facts=msgspec.structs.replace(FACTS, **known)), restarted=False)
     there.nodes[NodeName("n1")].seen.session = 1
+    there.nodes[NodeName("n1")].seen.awaited = True
     asked = registration(incarnation="0002")
     facts = msgspec.structs.replace(asked.facts, **newer)
     found = admit(there, msgspec.structs.replace(asked, facts=facts), 0.0, Detection())
@@ -174,6 +175,7 @@ def test_a_name_in_use_is_free_only_where_its_host_was_booted_again(
         lost, registered = found
         assert isinstance(lost, NodeLost)
         assert lost.reason == "its host was booted again"
+        assert lost.with_master
         assert isinstance(registered, NodeRegistered)
 
 
