@@ -95,8 +95,8 @@ class Detection:
         return max(self.lease_s + 1, _LEAST_SILENCE_S)
 
     def grace_s(self, device: str, started_s: float = 0.0) -> float:
-        """Return the replacement grace of a process on a `device`: cpu or cuda. `started_s`: the
-        longest time that such a process took to be up; 0 if none was."""
+        """Return the replacement grace of a process on a `device`: cpu or cuda. `started_s`:
+        the time that the newest such process took to be up; 0 if none was."""
         cpu, gpu = self.replacement_grace_s, self.gpu_grace_s
         if device != "cuda":
             return cpu

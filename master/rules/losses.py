@@ -270,15 +270,16 @@ def give_up_late(context: Context, job: Job) -> Decision | None:
 
 
 def _grace_s(context: Context, job: Job) -> float:
-    """Return the longest grace period of the nodes whose workers are starting, seconds."""
+    """Return the longest grace period of the nodes whose workers are starting, seconds. It goes by
+    the newest start on their kind of device, since the first may have compiled."""
     assert job.current.made is not None
     nodes = [context.state.nodes[worker.node].facts for worker in job.current.made.starting]
     started_s = {
         kind: max(
-            node.seen.started_s
+            node.seen.started
             for node in context.state.nodes.values()
             if node.facts.device_kind == kind
-        )
+        )[1]
         for kind in {node.device_kind for node in nodes}
     }
     return max(context.timing.grace_s(one.device, started_s[one.device_kind]) for one in nodes)

@@ -53,8 +53,8 @@ class NodeSeen:
     status: NodeStatus = field(default_factory=NodeStatus)
     #: By slot: a process that is not up yet, and since when.
     starting: dict[int, tuple[Incarnation, float]] = field(default_factory=dict)
-    #: Longest time that a process took from its fork until it was up; 0: none was seen.
-    started_s: float = 0.0
+    #: When the newest process was up, and the seconds since its fork; zeros: none was seen.
+    started: tuple[float, float] = (0.0, 0.0)
     #: When it could begin to prepare for the active job, and when it became ready for it.
     assigned_at: float | None = None
     ready_at: float | None = None

@@ -181,7 +181,7 @@ def _note_starts(seen: NodeSeen, status: NodeStatus, now: float) -> None:
         if not worker.card:
             seen.starting[worker.slot] = worker.incarnation, since
         elif forked[0] == worker.incarnation:
-            seen.started_s = max(seen.started_s, now - since)
+            seen.started = max(seen.started, (now, now - since))
 
 
 def _without_progress(status: NodeStatus) -> tuple[object, ...]:
