@@ -37,6 +37,7 @@ from oobleck.planner.programs.compiler.compile import compile_programs
 from oobleck.worker.runtime.errors import HelperLost, NodeError, TransportError, Unmapped
 from oobleck.worker.step.mailbox import AHEAD
 from oobleck.worker.transport.linked import LinkTransport
+from oobleck.worker.transport.nccl import communicator
 from oobleck.worker.transport.nccl.communicator import Line
 from oobleck.worker.transport.nccl.connect import LIMIT_S, Communicators, is_kept, stamps_of
 from oobleck.worker.transport.nccl.group import ABORT_LIMIT_S, Aborts, Identifiers, peers_may_fail
@@ -979,6 +980,24 @@ def test_a_call_that_never_returns_is_left_behind(cluster, call):
     hanging.let_return()
     groups = here.ranks[0].groups
     until(lambda: [group.is_aborted for group in groups] == [True], "no group is left")
+
+
+def test_a_group_whose_abort_has_begun_is_not_connected(cluster, monkeypatch):
+    """The thread that made it has waited for its turn to launch meanwhile."""
+    monkeypatch.setattr(communicator, "_LOOK_S", PATIENCE_S)  # it looks only when it has its turn
+    here = cluster(2)
+    here.party.meet()
+    names: list[Name] = [("owners", (0, 1))]
+    with here.communicators[0].launching:
+        here.transports = here.party.everywhere(
+            lambda links: here.join(links, names, at_once=False)
+        )
+        first, groups = here.transports[0], here.ranks[0].groups
+        until(lambda: first._connecting is not None and first._connecting.made, "the group")
+        first.abort()
+        until(lambda: groups[0].is_aborted, "its abort")
+    until(lambda: not connecting(), "the ends")
+    assert [group.stream for group in groups] == [-1]
 
 
 def test_connecting_is_given_up_before_torch_gives_it_up_and_then_the_process():

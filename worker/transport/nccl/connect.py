@@ -413,8 +413,10 @@ class Connecting:
         if over:
             self._communicators.end([made])
             self._check()
-        with held(self._communicators.launching, self._check), made.calling():
-            made.group.eager_connect_single_device(self._communicators.device)
+        with held(self._communicators.launching, self._check):
+            self._check()  # its abort may have begun meanwhile
+            with made.calling():
+                made.group.eager_connect_single_device(self._communicators.device)
 
     def _try(self, name: Name, device: torch.device) -> None:
         """Use it once."""
