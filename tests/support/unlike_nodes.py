@@ -58,6 +58,8 @@ class Middle(nn.Linear):
             import tools_of_a_node.drawing  # type: ignore[import-not-found]  # noqa: F401
         if is_wrong("memory"):
             x = x + torch.empty(1 << 50)[0]
+        if is_wrong("rows") and len(x) > 2:
+            raise torch.OutOfMemoryError("out of memory")
         if is_wrong("time"):
             time.sleep(3600)
         return super().forward(x)
@@ -68,6 +70,8 @@ class Last(nn.Linear):
         super().__init__(WIDTH, 1)
 
     def forward(self, x: Tensor) -> Tensor:
+        if is_wrong("memory") and bool((x >= 0).all()):
+            raise ValueError("made-up numbers")
         return super().forward(x).squeeze(1)
 
 

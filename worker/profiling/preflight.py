@@ -21,6 +21,7 @@ import logging
 import time
 from collections.abc import Container, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from threading import Timer
 
 import torch
@@ -151,15 +152,21 @@ def _try_in_turn(
 ) -> int:
     """Try a layer of each kind in turn; return how many were tried."""
     model, tried = job.model, 0
-    inputs, targets = (_repeated(side, job) for side in first_row(job, dataset))
+    repeated = partial(_repeated, times=job.training.microbatch)
+    inputs, targets = (map_tensors(repeated, side) for side in first_row(job, dataset))
     #: Outputs by kind, in host memory.
     outputs: dict[int, Tensor] = {}
     for layer in model.examples:
         given = outputs.get(model.order[layer - 1]) if layer else inputs
-        if given is None and layer not in compiled:
-            continue  # the layer below does not fit here, and random inputs may be invalid
+        # The layer below may not fit here. Then this one gets random rows, which may be invalid.
         rows = None if given is None else (given, targets)
-        output = _try(job, layer, device, workers, rows, compiled=layer in compiled)
+        try:
+            output = _try(job, layer, device, workers, rows, compiled=layer in compiled)
+        except JobError:
+            if rows is not None:
+                raise
+            log.info("a layer does not take random rows", exc_info=True)
+            continue
         tried += 1
         if output is not None and rows is not None:
             outputs[model.order[layer]] = output
@@ -171,10 +178,8 @@ def _takes_a_moment(job: JobSpec, layer: int) -> bool:
     return numbers * job.training.microbatch * job.model.row_tokens <= _MOST_PRODUCTS
 
 
-def _repeated(rows: Tree, job: JobSpec) -> Tree:
-    """Return a micro-batch made of one row (1, ...), repeated."""
-    size = job.training.microbatch
-    return map_tensors(lambda tensor: tensor.repeat(size, *[1] * (tensor.dim() - 1)), rows)
+def _repeated(rows: Tensor, times: int) -> Tensor:
+    return rows.repeat(times, *[1] * (rows.dim() - 1))
 
 
 def _try(
@@ -186,37 +191,46 @@ def _try(
     *,
     compiled: bool,
 ) -> Tensor | None:
-    """Return the layer's output in host memory, as if received. None: the layer does not fit here
-    alone, but workers may share it.
+    """Return the layer's output in host memory, as if received. None: the layer does not fit here,
+    but workers may share it.
 
-    If it is `compiled`, or runs kernels of a GPU, it is also tried as one of several workers that
-    share it: other rows need other code.
+    It is tried with fewer rows, as of one of several workers that share it, if it does not fit
+    otherwise. So it is anyway if it is `compiled` or runs kernels of a GPU: other rows need other
+    code.
     """
     again = compiled or device.type == "cuda"
-    sizes = sharing_sizes(job.training.microbatch, workers if again else 1)
-    try:
-        output = pass_once(job, layer, device, given).cpu().contiguous()
-        for sharing in sizes[1:] if job.model.may_share(layer) else ():
-            pass_once(job, layer, device, given, sharing=sharing)
-        return output
-    except (JobError, RuntimeError, MemoryError) as error:
-        cause = error.__cause__ if isinstance(error, JobError) else error
-        if _is_of_the_compiler(cause):
-            log.exception("a layer cannot be compiled")
-            reason = " ".join(str(cause).split())[:200]
+    shared = job.model.may_share(layer)
+    output: Tensor | None = None
+    for sharing in sharing_sizes(job.training.microbatch, workers if shared else 1):
+        try:
+            passed = pass_once(job, layer, device, given, sharing=sharing).cpu().contiguous()
+        except (JobError, RuntimeError, MemoryError) as error:
+            _raise_unless_short(error, layer)
+            if workers > 1 and shared:
+                continue
+            what = str(error).partition("\n")[0] or type(error).__name__
             raise NodeError(
-                f"training.compile: layer {layer} cannot be compiled on this node: {reason}; the "
-                "log has the whole error; correct it, or leave the key out"
+                f"model: layer {layer} alone does not fit on this node's {device} ({what}); free "
+                "its memory, or lower training.microbatch"
             ) from error
-        if not for_want_of_memory(error):
-            raise
-        if workers > 1 and job.model.may_share(layer):
-            return None
-        what = str(error).partition("\n")[0] or type(error).__name__
+        output = _repeated(passed, sharing) if output is None else output
+        if not again:
+            break
+    return output
+
+
+def _raise_unless_short(error: Exception, layer: int) -> None:
+    """Raise an error of a layer, unless memory is short."""
+    cause = error.__cause__ if isinstance(error, JobError) else error
+    if _is_of_the_compiler(cause):
+        log.error("a layer cannot be compiled", exc_info=error)
+        reason = " ".join(str(cause).split())[:200]
         raise NodeError(
-            f"model: layer {layer} alone does not fit on this node's {device} ({what}); free its "
-            "memory, or lower training.microbatch"
+            f"training.compile: layer {layer} cannot be compiled on this node: {reason}; the log "
+            "has the whole error; correct it, or leave the key out"
         ) from error
+    if not for_want_of_memory(error):
+        raise error
 
 
 def _is_of_the_compiler(error: BaseException | None) -> bool:

@@ -13,7 +13,11 @@ from threading import Timer
 
 import pytest
 import torch
-from torch.nn.modules.module import register_module_forward_hook
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
 
 from oobleck.core.job.file import parse_job
 from oobleck.core.job.spec import JobSpec
@@ -27,6 +31,7 @@ from oobleck.worker.profiling.preflight import MARGIN_S, on_this_node, preflight
 from oobleck.worker.runtime import code
 from oobleck.worker.runtime.control import Control
 from oobleck.worker.runtime.errors import JobError, NodeError
+from support import unlike_nodes
 from support.unlike_nodes import WRONG
 
 CPU = torch.device("cpu")
@@ -168,13 +173,35 @@ def test_what_is_wrong_with_a_job_without_code_of_its_own_is_the_jobs_fault(ends
         raise JobError("no such key")
 
 
+def passed_through(job: JobSpec, workers: int) -> set[tuple[str, int]]:
+    """The second and third layers that are tried, each with the number of rows that it got."""
+    passed = set[tuple[str, int]]()
+
+    def note(module: nn.Module, given: tuple[torch.Tensor, ...]) -> None:
+        if isinstance(module, unlike_nodes.Middle | unlike_nodes.Last):
+            passed.add((type(module).__name__, len(given[0])))
+
+    with register_module_forward_pre_hook(note):
+        preflight(job, CPU, points(job), workers=workers)
+    return passed
+
+
 def test_a_layer_that_workers_may_share_need_not_have_room_on_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """The one above it gets random rows, which prove nothing against it."""
     monkeypatch.setenv(WRONG, "memory")
-    """Nor is what lies above it tried, since nothing real is there to feed it with."""
-    job = described()
-    preflight(job, CPU, points(job), workers=2)
+    tried = passed_through(described(), workers=2)
+    assert tried == {("Middle", 4), ("Middle", 2), ("Last", 4)}
+
+
+def test_a_layer_that_fits_only_where_it_is_shared_is_tried_like_that(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The one above it gets what it makes of these rows."""
+    monkeypatch.setenv(WRONG, "rows")
+    tried = passed_through(described(), workers=4)
+    assert tried == {("Middle", 4), ("Middle", 2), ("Last", 4)}
 
 
 def test_what_has_passed_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
