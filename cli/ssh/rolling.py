@@ -1,7 +1,8 @@
 """Restarts of agents a few at a time, so that training goes on meanwhile.
 
 The master drains each node first, which costs no step, and refuses where a job cannot spare it. The
-next node's turn comes when this one takes part again. The first that does not ends the roll.
+next node's turn comes when this one takes part again. The first that does not ends the roll. A node
+that was taken out before stays so, with its reason.
 """
 
 import asyncio
@@ -10,7 +11,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from oobleck.cli.client import MasterClient
-from oobleck.cli.output.text import ENDED, about
+from oobleck.cli.output.text import ENDED, GONE, about
 from oobleck.cli.ssh.hosts import HostFailed
 from oobleck.host.command import CommandFailed
 from oobleck.proto import control_pb2 as pb
@@ -19,14 +20,25 @@ REASON = "oobleck up --rolling restarts its agent"
 #: Longest time until a node is drained, and until it takes part again.
 DRAINED_S = 600.0
 BACK_S = 900.0
+#: Longest time that a node is kept by a job, once no other one is about to return.
+KEPT_S = 5.0
 _POLL_S = 0.5
+#: States of nodes that are taken out, and of those without work.
+_OUT = ("draining", "drained")
+_IDLE = ("drained", "quarantined", *GONE)
+#: How the master says that a job needs a node.
+_KEPT = "kept so far: "
 
 
 class Rolling:
     """Turns of the nodes whose agents are to be restarted."""
 
-    def __init__(self, master: MasterClient, at_a_time: int) -> None:
+    def __init__(self, master: MasterClient, at_a_time: int, *, force: bool) -> None:
+        """Begin. `force`: drain nodes that a job cannot spare, too."""
         self._master = master
+        self._force = force
+        #: Nodes that are drained for their turn, and do not take part again yet.
+        self._restarting = set[str]()
         self._turns = asyncio.Semaphore(at_a_time)
         #: Node that ended the roll; empty: it goes on.
         self._ended_at = ""
@@ -45,29 +57,48 @@ class Rolling:
             try:
                 job_id = await self._trained_by(name)
                 async with self._drained(name, say):
+                    self._restarting.add(name)
                     yield
                 say("waiting until it takes part")
                 await self._await_part(name, job_id)
             except (HostFailed, CommandFailed) as failed:
                 self._ended_at = name
                 raise HostFailed(str(failed)) from failed
+            finally:
+                self._restarting.discard(name)
 
     @asynccontextmanager
     async def _drained(self, name: str, say: Callable[[str], None]) -> AsyncIterator[None]:
-        """Have no work on the node during the block."""
+        """Have no work on the node during the block. A node that was taken out before stays so."""
+        info = await self._node(name)
+        ours = info.state not in (*_OUT, *_IDLE)
         say("draining")
         try:
-            info = await asyncio.to_thread(self._master.drain, name, REASON, force=False)
-            until = time.monotonic() + DRAINED_S
-            while info.state not in ("drained", "lost"):
-                if time.monotonic() > until:
-                    waited = about(DRAINED_S)
-                    raise HostFailed(f"it is not drained after {waited}: {info.reason}")
-                await asyncio.sleep(_POLL_S)
-                info = await self._node(name)
+            if ours:
+                info = await asyncio.to_thread(self._master.drain, name, REASON, force=self._force)
+            await self._await_drained(info, is_forced=ours and self._force)
             yield
         finally:
-            await asyncio.to_thread(self._master.undrain, name)
+            if ours:
+                await asyncio.to_thread(self._master.undrain, name)
+
+    async def _await_drained(self, info: pb.NodeInfo, *, is_forced: bool) -> None:
+        """Wait until the node has no work. Raise HostFailed, soon if a job needs the node and no
+        other one is about to return."""
+        until = time.monotonic() + DRAINED_S
+        kept_until = None
+        while info.state not in _IDLE:
+            now = time.monotonic()
+            if _KEPT not in info.reason or is_forced or self._restarting:
+                kept_until = None
+            elif kept_until is None:
+                kept_until = now + KEPT_S
+            elif now > kept_until:
+                raise HostFailed(f"it cannot be drained: {info.reason}")
+            if now > until:
+                raise HostFailed(f"it is not drained after {about(DRAINED_S)}: {info.reason}")
+            await asyncio.sleep(_POLL_S)
+            info = await self._node(info.node)
 
     async def _trained_by(self, name: str) -> str:
         """Return the job in whose plan the node is; empty: none."""
@@ -75,11 +106,13 @@ class Rolling:
         return info.job_id if info.generation else ""
 
     async def _await_part(self, name: str, job_id: str) -> None:
-        """Wait until the node is in the job's plan again, or the job has ended."""
+        """Wait until the node is in the job's plan again, is taken out, or the job has ended."""
         until = time.monotonic() + BACK_S
         while job_id:
             info = await self._node(name)
             if info.state == "live" and info.job_id == job_id and info.generation:
+                return
+            if info.state in _OUT:
                 return
             jobs = await asyncio.to_thread(self._master.jobs)
             if not any(job.job_id == job_id and job.state not in ENDED for job in jobs):

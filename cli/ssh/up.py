@@ -97,6 +97,12 @@ _NO_CODE = (
     help="Restart running agents of K hosts at a time: drain each node, and go on once it takes "
     "part again. A node that a job cannot spare, or that does not come back, ends that.",
 )
+@click.option(
+    "--force",
+    is_flag=True,
+    help="With --rolling: drain also nodes that a job cannot spare, as 'oobleck node drain "
+    "--force' does.",
+)
 @click.option("--dry-run", is_flag=True, help="Only show the steps.")
 @ssh_options
 @master_option
@@ -109,6 +115,7 @@ def up(
     run_as: str,
     writable: tuple[str, ...],
     rolling: int | None,
+    force: bool,
     dry_run: bool,
     identity: Path | None,
     known_hosts: Path | None,
@@ -125,6 +132,8 @@ def up(
     [gpus=GPU,...]. A repeated call makes only the missing changes. The master must be running, and
     needs an operator's credentials; options after -- are passed to every agent.
     """
+    if force and rolling is None:
+        raise click.UsageError("--force: requires --rolling; give both, or neither")
     hosts = read_hosts(file)
     check_master(master, hosts)
     for option in agent_options:
@@ -152,7 +161,7 @@ def up(
             options=agent_options,
             writable=writable,
             roll=_Roll(connection),
-            rolling=None if rolling is None else Rolling(connection, rolling),
+            rolling=None if rolling is None else Rolling(connection, rolling, force=force),
             dry_run=dry_run,
         )
         return exit_code(

@@ -132,34 +132,83 @@ def one_at_a_time(events: list[dict[str, Any]]) -> int:
     return number
 
 
-def test_a_node_that_is_not_drained_goes_on_and_ends_the_roll(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(rolling, "DRAINED_S", 0.0)
-    kept = pb.NodeInfo(node="n1", state="draining", reason="kept so far: n1 has the only copy")
-    undrained = list[str]()
+class Drains:
+    """A master's double, which drains a node as a test wants it."""
 
-    def undrain(request: pb.UndrainNodeRequest) -> pb.NodeInfo:
-        undrained.append(request.node)
-        return pb.NodeInfo(node=request.node, state="live")
+    def __init__(self, state: str, becomes: str, reason: str = "") -> None:
+        self.info = pb.NodeInfo(node="n1", state=state, reason=reason)
+        self._drained = pb.NodeInfo(node="n1", state=becomes, reason=reason)
+        #: Calls that change the node: True, a forced drain; False, another; None, its end.
+        self.calls = list[bool | None]()
 
-    async def both(address: str) -> list[str]:
+    def drain(self, request: pb.DrainNodeRequest) -> pb.NodeInfo:
+        self.calls.append(request.force)
+        self.info = self._drained
+        return self.info
+
+    def undrain(self, request: pb.UndrainNodeRequest) -> pb.NodeInfo:
+        self.calls.append(None)
+        self.info = pb.NodeInfo(node="n1", state="live")
+        return self.info
+
+    def turns(self, *names: str, force: bool = False) -> list[str]:
+        """The outcomes of the nodes' turns; empty: restarted."""
+        with answering(
+            ListNodes=lambda request: pb.ListNodesReply(nodes=[self.info]),
+            DrainNode=self.drain,
+            UndrainNode=self.undrain,
+        ) as address:
+            return asyncio.run(self._turns(address, names, force))
+
+    async def _turns(self, address: str, names: tuple[str, ...], force: bool) -> list[str]:
         with MasterClient(address) as master:
-            roll = rolling.Rolling(master, 1)
-            return [await outcome(roll, name) for name in ("n1", "n2")]
+            roll = rolling.Rolling(master, 1, force=force)
+            return [await self._outcome(roll, name) for name in names]
 
-    async def outcome(roll: rolling.Rolling, name: str) -> str:
-        with pytest.raises(HostFailed) as failed:
+    async def _outcome(self, roll: rolling.Rolling, name: str) -> str:
+        try:
             async with roll.turn(name, lambda _: None):
-                raise AssertionError("its agent is not to be restarted")
-        return str(failed.value)
+                return ""
+        except HostFailed as failed:
+            return str(failed)
 
-    with answering(
-        ListNodes=lambda request: pb.ListNodesReply(nodes=[kept]),
-        DrainNode=lambda request: kept,
-        UndrainNode=undrain,
-    ) as address:
-        first, second = asyncio.run(both(address))
-    assert first == "it is not drained after 0 s: kept so far: n1 has the only copy"
+
+KEPT = "kept so far: n1 has the only copy"
+
+
+@pytest.mark.parametrize("before", ["live", "draining"])
+def test_a_node_that_is_kept_goes_on_and_ends_the_roll(
+    before: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rolling, "KEPT_S", 0.0)
+    master = Drains(before, "draining", KEPT)
+    first, second = master.turns("n1", "n2")
+    assert first == f"it cannot be drained: {KEPT}"
     assert second.startswith("not restarted, because the roll ended at n1;")
-    assert undrained == ["n1"]
+    assert master.calls == ([False, None] if before == "live" else [])
+
+
+def test_a_node_that_is_not_drained_in_time_ends_the_roll(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rolling, "DRAINED_S", 0.0)
+    assert Drains("live", "draining").turns("n1") == ["it is not drained after 0 s: "]
+
+
+@pytest.mark.parametrize("state", ["drained", "quarantined", "lost", "left"])
+def test_a_node_that_is_out_stays_as_it_is(state: str) -> None:
+    master = Drains(state, "drained", "bad DIMM")
+    assert master.turns("n1") == [""]
+    assert master.calls == []
+    assert master.info.reason == "bad DIMM"
+
+
+@pytest.mark.parametrize("state", ["drained", "lost", "left"])
+def test_a_node_without_work_is_restarted(state: str) -> None:
+    master = Drains("live", state)
+    assert master.turns("n1") == [""]
+    assert master.calls == [False, None]
+
+
+def test_a_roll_by_force_forces_its_drains() -> None:
+    master = Drains("live", "drained")
+    assert master.turns("n1", force=True) == [""]
+    assert master.calls == [True, None]
