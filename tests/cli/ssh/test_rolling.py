@@ -81,12 +81,12 @@ def test_agents_are_restarted_in_turn_and_no_step_is_lost(
     listed = tmp_path / "hosts.txt"
     listed.write_text("".join(map(hosts.line, NODES)))
 
-    def up(*options: str) -> subprocess.CompletedProcess[str]:
+    def up(*options: str, code: int = 0) -> subprocess.CompletedProcess[str]:
         ssh = ("--identity", str(hosts.identity), "--known-hosts", str(hosts.known_hosts))
         there = ("--python", PYTHON, "--directory", ".oobleck/up", "--run-as", "root")
         with_wheel = ("up", str(listed), "--wheel", str(wheel), *ssh, *there)
         done = secured.oobleck(*with_wheel, *options)
-        assert done.returncode == 0, done
+        assert done.returncode == code, done
         return done
 
     assert "these agents run no code that comes with jobs" in up().stderr
@@ -110,6 +110,24 @@ def test_agents_are_restarted_in_turn_and_no_step_is_lost(
     secured.oobleck("cancel", job_id)
     steps = [line["step"] for line in read_lines(folder / "metrics.jsonl")]
     assert steps == list(range(1, len(steps) + 1))
+
+    # A node that an operator has drained stays so; one that a job cannot spare ends the roll.
+    assert secured.oobleck("node", "drain", "n3", "--reason", "bad DIMM", "--wait").returncode == 0
+    (tmp_path / "job.yaml").write_text(json.dumps({**JOB, "fault_tolerance": 1}))
+    job_id = secured.oobleck("submit", str(tmp_path / "job.yaml")).stdout.strip()
+    until(lambda: in_plan(secured, job_id) == {"n1", "n2"}, "a plan of the others")
+    there = {name: f"{hosts.line(name).strip()} workers=1" for name in NODES}
+    listed.write_text(f"{there['n1']}\n{there['n2']}\n{there['n3']} device=cpu\n")
+    (told,) = (line for line in up("--rolling", "1").stdout.splitlines() if "anew" in line)
+    assert told.split()[0] == "n3"
+    listed.write_text("".join(f"{line} device=cpu\n" for line in there.values()))
+    told = up("--rolling", "1", code=1).stdout
+    assert f"it cannot be drained: {rolling.REASON}; kept so far: job {job_id} needs it" in told
+    assert secured.states() == {"n1": "live", "n2": "live", "n3": "drained"}
+    up("--rolling", "1", "--force")
+    assert in_plan(secured, job_id) == {"n1", "n2"}
+    nodes = json.loads(secured.oobleck("nodes", "--json").stdout)
+    assert {node["node"]: node["reason"] for node in nodes}["n3"] == "bad DIMM"
 
 
 def turns(told: str) -> list[str]:
