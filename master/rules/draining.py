@@ -184,7 +184,7 @@ def _find(
             continue
         if questions.is_too_much(job, node, without):
             left, wanted = can_lose(without.found.plan), job.spec.fault_tolerance
-            why = f"without it {left} can be lost, of the {count(wanted, 'node')} that it wants"
+            why = f"without it {count(left, 'node')} can be lost, but fault_tolerance is {wanted}"
             events += _kept(job, node, why)
         else:
             found, staying = without, rest

@@ -152,7 +152,7 @@ def test_a_drain_that_costs_the_fault_tolerance_wants_force(
     with cluster.frozen("n1"):
         cluster.oobleck("node", "drain", "n2")
         cluster.oobleck("node", "drain", "n3")
-    why = f"kept so far: job {job_id} needs it: without it 0 can be lost, of the 1 node"
+    why = f"job {job_id} needs it: without it 0 nodes can be lost, but fault_tolerance is 1"
 
     def kept() -> list[str]:
         return [name for name in ("n2", "n3") if why in str(cluster.nodes()[name]["reason"])]
