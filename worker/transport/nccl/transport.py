@@ -278,6 +278,8 @@ class NcclTransport:
                     if left_until == math.inf and self.links.any_left(peers):
                         left_until = now + END_S  # a peer that has launched its part may leave
                     time.sleep(_PAUSE_S)
+                else:
+                    time.sleep(0)  # gives Python's lock to the thread that it may wait for
         self.check()  # after an abort the result is garbage
 
     # ---- messages and sums
