@@ -38,8 +38,8 @@ MOST_RECEIVED_BYTES = (2 << 20) + (64 << 10)
 MOST_AHEAD_BYTES = 16 << 10
 #: Largest request, where `_LARGER` has no other limit.
 MOST_REQUEST_BYTES = 64 << 10
-#: Calls of one holder of certificates at a time: a dashboard has at most 88, for 24 jobs.
-MOST_OF_HOLDER = 96
+#: Calls of one holder of certificates at a time: a dashboard has at most 112, for 32 jobs.
+MOST_OF_HOLDER = 128
 #: Calls of these that send more than one message.
 MOST_SENDING = 4
 #: Calls of these whose first message is received at one moment; others wait.

@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 NODES = ("n1", "n2", "n3")
 EVERY = 20
 #: Steps between checkpoints of the job whose head is killed before the first one.
-RARELY = 60
+RARELY = 30
 
 
 @pytest.fixture
