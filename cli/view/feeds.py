@@ -231,7 +231,7 @@ class EventFeed:
 
     @property
     def is_ready(self) -> bool:
-        """Whether all past events have arrived, or none can."""
+        """True once all past events have arrived, or none can."""
         return self.version > 0 or self.following.ended or self.following.trouble is not None
 
     def events(self) -> Sequence[Mapping[str, Any]]:
