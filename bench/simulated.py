@@ -9,7 +9,7 @@ share a core step as fast as hosts of their own would. The costs of interruption
 the first half of the trace (`oobleck goodput --costs`), and the whole trace is replayed with them.
 Compared are
 
-- samples: of the second half, from its first event to its end;
+- steps: committed in the second half, from its first event to its end;
 - stall: seconds of the second half in which no step was worked on, for changes of plan;
 - changes: plans of the second half; below, those of the whole trace by policy and rule.
 """
@@ -86,7 +86,6 @@ def play(cluster: NetCluster, job_id: str, wanted: Sequence[Event]) -> tuple[flo
     begun, happened = time.time(), list[Event]()
     for event in wanted:
         time.sleep(max(0.0, begun + event.at_s - time.time()))
-        at_s = time.time() - begun
         if event.what == "remove":
             # There are no checkpoints: a loss has to find the state in two places.
             cluster.wait(lambda: cluster.status(job_id)["can_lose"] > 0, "a plan that can lose one")

@@ -32,9 +32,10 @@ VOLUNTARY: frozenset[PlanWanted] = frozenset({AROUND_SLOW, UNFORCED, "copies", "
 
 #: Policy of a return to a checkpoint, whose state lets any plan be made.
 MORPH: RecoveryPolicy = "morph"
+#: Lets no plan be smaller than the running one.
+WAITING: RecoveryPolicy = "wait"
 
 _KEEPING = "reroute"
-_WAITING: RecoveryPolicy = "wait"
 _ADDS_HOLDERS = "shadow"
 #: Settle times for which further nodes may delay a join.
 _MOST_SETTLES = 3
@@ -47,7 +48,7 @@ REST_S = 60.0
 def for_losses(policy: RecoveryPolicy, *, certain: bool = True) -> RecoveryPolicy:
     """Return the policy that answers losses in a job of this `policy`. `certain`: workers hold what
     the plan to change says; else state has to move."""
-    if policy == _WAITING:
+    if policy == WAITING:
         return policy
     return policy if certain and policy != AROUND_SLOW else MOVING
 

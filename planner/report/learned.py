@@ -27,7 +27,8 @@ def learn_costs(
     link_bytes_per_s: float | None = None,
     microbatches: int | None = None,
 ) -> dict[str, float]:
-    """Return costs by their names in `--costs`, each a median; without those that no record tells.
+    """Return costs by their names in `--costs`, each a median, but the salvage a mean; without
+    those that no record tells.
 
     `events` and `metrics`: the records of the job's files. `link_bytes_per_s`: speed of a node's
     link that its plans were made with; `microbatches`: those of a step.

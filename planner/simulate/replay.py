@@ -518,7 +518,7 @@ class Replay:
         it says."""
         wanted = course.for_losses(self._policy, certain=certain)
         # All state is loaded anyway, so the shape is free.
-        return course.MORPH if self._rolled_back and wanted != "wait" else wanted
+        return course.MORPH if self._rolled_back and wanted != course.WAITING else wanted
 
     def _empty(self, seats: Collection[int]) -> None:
         """Note that nodes of the plan have lost their state, and may take part as fresh ones."""
