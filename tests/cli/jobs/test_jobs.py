@@ -179,8 +179,9 @@ def test_status_shows_what_goes_on_first_and_counts_what_has_ended(
     cluster: str, job_file: Callable[..., Path]
 ) -> None:
     asked = ("--master", cluster)
+    longer = ("--set", "training.steps=100000")  # than the test: neither job ends by itself
     for _ in range(2):
-        assert run("submit", str(job_file()), *asked).returncode == 0
+        assert run("submit", str(job_file()), *asked, *longer).returncode == 0
     assert run("cancel", "demo-1", *asked).returncode == 0
     lines = run("status", *asked).stdout.splitlines()
     assert [line.split()[0] for line in lines if line] == ["JOB", "demo-2", "1", "NODE", "n1", "n2"]
