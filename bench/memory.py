@@ -25,10 +25,10 @@ from oobleck.core.job.spec import DataSpec, JobSpec, TrainingSpec
 from oobleck.core.messages import Committed, MemoryUse
 from oobleck.core.plan import Plan
 from oobleck.core.profile import Profile
+from oobleck.core.sharing import sharing_sizes
 from oobleck.planner.cost.estimate import worker_peak_bytes
 from oobleck.planner.profile.estimate import estimate_profile
 from oobleck.planner.profile.measurement import assemble_profile
-from oobleck.planner.profile.sharing import sharing_sizes
 from oobleck.worker.profiling.measure_layers import measure_layers
 
 TEXT = str(Path(__file__).resolve().parents[1] / "LICENSE")

@@ -83,7 +83,7 @@ class LayerProfile:
     #: `working_bytes` are still held.
     mapped_bytes: int = 0
     #: Bytes of a worker that shares the layer with others of its node, beside its share, while it
-    #: computes the layer (`oobleck.planner.profile.sharing`).
+    #: computes the layer (`oobleck.core.sharing`).
     exchange_bytes: int = 0
     #: The part of `backward_s` that makes the gradient of the layer's input, where it was measured
     #: apart from that of the weights.

@@ -49,7 +49,7 @@ class Hold(_Layers):
     """
 
     #: With several workers: each keeps gathered weights and whole layers' gradients for a step,
-    #: since its memory allows it (`oobleck.planner.profile.sharing`).
+    #: since its memory allows it (`oobleck.core.sharing`).
     resident: bool = False
 
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from oobleck.core.errors import PlanInfeasible
 from oobleck.core.plan import PipelineTemplate
 from oobleck.core.profile import Links, Profile, all_reduce_s, message_s, working_bytes
-from oobleck.planner.profile.sharing import exchange_bytes, running_exchange_bytes
+from oobleck.core.sharing import exchange_bytes, running_exchange_bytes
 
 TICKS_PER_S = 10**15
 

@@ -12,8 +12,9 @@ from oobleck.core.job.description import LayerSketch
 from oobleck.core.job.families import family_of
 from oobleck.core.job.family import Counts, LayerCount, decode_config
 from oobleck.core.job.model import ModelSpec, OwnModelSpec
-from oobleck.core.job.spec import JobSpec
+from oobleck.core.job.spec import JobSpec, TrainingSpec
 from oobleck.core.profile import LayerProfile, Links, Profile
+from oobleck.core.sharing import sharing_sizes, with_exchanges
 from oobleck.planner.profile.machine import NOMINAL, Machine
 from oobleck.planner.profile.memory import (
     ACTIVATION_ITEM_BYTES,
@@ -26,7 +27,6 @@ from oobleck.planner.profile.memory import (
     state_bytes,
     with_holes,
 )
-from oobleck.planner.profile.sharing import gathered_bytes, sharing_sizes, with_exchanges, with_sums
 
 #: Memory rate of the nominal worker.
 _NOMINAL_BYTES_PER_S = 5e9
@@ -355,3 +355,26 @@ def _layer(
         mapped_bytes=mapped,
         output_bytes=output_bytes,
     )
+
+
+def with_sums(layer: LayerProfile, training: TrainingSpec) -> LayerProfile:
+    """Return `layer`, profiled with full gradient sums, for the job's kind of sums. Sums in fewer
+    bytes need a copy of half the bytes beside them while they are under way."""
+    if training.gradient_sums == "full":
+        return layer
+    return replace(
+        layer,
+        gradient_bytes=layer.parameter_bytes // 2,
+        sum_bytes=layer.sum_bytes + layer.sum_bytes // 2,
+        tied_bytes=layer.tied_bytes + layer.tied_bytes // 2,
+    )
+
+
+def gathered_bytes(job: JobSpec, number: int, parameter_bytes: int) -> int:
+    """Return the bytes of the weights of layer `number` as it computes with them.
+
+    In a bf16 job the weights of a built-in model, except for its embedding, have half the bytes of
+    the trained ones.
+    """
+    narrow = job.training.precision == "bf16" and isinstance(job.model, ModelSpec) and number > 0
+    return parameter_bytes // 2 if narrow else parameter_bytes

@@ -21,10 +21,10 @@ from oobleck.core.profile import (
     Measurement,
     Profile,
 )
+from oobleck.core.sharing import with_exchanges
 from oobleck.core.units import count
-from oobleck.planner.profile.estimate import estimate_profile
+from oobleck.planner.profile.estimate import estimate_profile, gathered_bytes, with_sums
 from oobleck.planner.profile.machine import NOMINAL
-from oobleck.planner.profile.sharing import gathered_bytes, with_exchanges, with_sums
 
 #: Version of the method of measuring, a part of the key.
 _METHOD = 6

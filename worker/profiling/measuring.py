@@ -21,7 +21,7 @@ import torch
 from oobleck.core.ids import Generation
 from oobleck.core.messages import LinkMeasured, LinkPair, Measure, Measured
 from oobleck.core.profile import LinkMeasurement, Scope
-from oobleck.planner.profile.sharing import sharing_sizes
+from oobleck.core.sharing import sharing_sizes
 from oobleck.planner.programs.communicators import Wiring
 from oobleck.worker.context import WorkerContext
 from oobleck.worker.profiling.measure_layers import Check, measure_alone, measure_layers

@@ -30,7 +30,7 @@ from torch import Tensor
 from oobleck.core.job.model import OwnModelSpec
 from oobleck.core.job.spec import JobSpec
 from oobleck.core.messages import Failed
-from oobleck.planner.profile.sharing import sharing_sizes
+from oobleck.core.sharing import sharing_sizes
 from oobleck.worker.data.dataset import Dataset
 from oobleck.worker.data.opening import first_row
 from oobleck.worker.data.own import OwnDataset

@@ -16,25 +16,7 @@ schedules.
 from collections.abc import Sequence
 from dataclasses import replace
 
-from oobleck.core.job.model import ModelSpec
-from oobleck.core.job.spec import JobSpec, TrainingSpec
 from oobleck.core.profile import LayerProfile, Links, exchange_s
-
-# ---- Gradient sums that are sent in fewer bytes than the job trains with.
-
-
-def with_sums(layer: LayerProfile, training: TrainingSpec) -> LayerProfile:
-    """Return `layer`, profiled with full gradient sums, for the job's kind of sums. Sums in fewer
-    bytes need a copy of half the bytes beside them while they are under way."""
-    if training.gradient_sums == "full":
-        return layer
-    return replace(
-        layer,
-        gradient_bytes=layer.parameter_bytes // 2,
-        sum_bytes=layer.sum_bytes + layer.sum_bytes // 2,
-        tied_bytes=layer.tied_bytes + layer.tied_bytes // 2,
-    )
-
 
 #: Gradients beside the gathered weights, in units of a layer's parameters: that of the whole layer,
 #: and the other workers' shares of the sum on their way.
@@ -48,16 +30,6 @@ def sharing_sizes(microbatch: int, gpus_per_node: int) -> tuple[int, ...]:
     have more rows than its share, in time and in memory.
     """
     return tuple(d for d in range(1, min(microbatch, gpus_per_node) + 1) if microbatch % d == 0)
-
-
-def gathered_bytes(job: JobSpec, number: int, parameter_bytes: int) -> int:
-    """Return the bytes of the weights of layer `number` as it computes with them.
-
-    In a bf16 job the weights of a built-in model, except for its embedding, have half the bytes of
-    the trained ones.
-    """
-    narrow = job.training.precision == "bf16" and isinstance(job.model, ModelSpec) and number > 0
-    return parameter_bytes // 2 if narrow else parameter_bytes
 
 
 def with_exchanges(layer: LayerProfile, links: Links, gathered: int) -> LayerProfile:

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from oobleck.core.profile import Links, Profile
+from oobleck.core.sharing import exchange_bytes, sharing_sizes, with_exchanges
 from oobleck.planner.cost.estimate import worker_peak_bytes
 from oobleck.planner.cost.stages import StageTable, stage_cost
-from oobleck.planner.profile.sharing import exchange_bytes, sharing_sizes, with_exchanges
 from oobleck.planner.search.choose import with_residents
 from support.plans import plan_of_cuts, worker
 from support.profiles import profile_of, random_profile
