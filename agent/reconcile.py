@@ -25,12 +25,11 @@ from msgspec.structs import replace
 from oobleck.agent import events
 from oobleck.agent.state import NodeState
 from oobleck.agent.worker import NO_GENERATION, WorkerState
-from oobleck.core.errors import LayerLost
 from oobleck.core.ids import WorkerId
 from oobleck.core.job.spec import JobSpec
 from oobleck.core.messages import Assign, Measure, Save, Stop
 from oobleck.core.plan import Plan
-from oobleck.core.routes import require_holders
+from oobleck.core.routes import LayerLost, require_holders
 from oobleck.host.detection import Detection, patience_s
 
 #: The kernel's letters for a process that a signal has stopped, that a debugger holds, or that

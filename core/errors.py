@@ -2,8 +2,6 @@
 
 from collections.abc import Iterable
 
-from oobleck.core.units import runs
-
 
 class PlanInfeasible(ValueError):
     """Refusal to plan: no plan exists under the given limits. Each cause is one readable clause
@@ -17,17 +15,6 @@ class PlanInfeasible(ValueError):
 
 class ModelTooLarge(PlanInfeasible):
     """Model that is too large for any number of these nodes."""
-
-
-class LayerLost(PlanInfeasible):
-    """Loss of layers that no live worker holds: only a checkpoint or a returning node can help."""
-
-    def __init__(self, layers: Iterable[int]) -> None:
-        self.layers = tuple(sorted(layers))
-        named = (
-            f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs(self.layers)
-        )
-        super().__init__(f"no live worker holds the state of layer {', '.join(named)}")
 
 
 class ProgramDeadlock(Exception):

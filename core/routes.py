@@ -1,12 +1,13 @@
 """Parts of plans: layers that workers hold, and the hops of micro-batches through them."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
 
-from oobleck.core.errors import LayerLost
+from oobleck.core.errors import PlanInfeasible
 from oobleck.core.ids import WorkerId
+from oobleck.core.units import runs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +105,17 @@ class Shard:
 
 #: Shards that each worker holds.
 ShardTable = Mapping[WorkerId, frozenset[Shard]]
+
+
+class LayerLost(PlanInfeasible):
+    """Loss of layers that no live worker holds: only a checkpoint or a returning node can help."""
+
+    def __init__(self, layers: Iterable[int]) -> None:
+        self.layers = tuple(sorted(layers))
+        named = (
+            f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs(self.layers)
+        )
+        super().__init__(f"no live worker holds the state of layer {', '.join(named)}")
 
 
 def require_holders(held: ShardTable, layer_count: int) -> None:

@@ -9,10 +9,11 @@ from collections.abc import Iterable, Sequence, Set
 from contextlib import suppress
 from dataclasses import replace
 
-from oobleck.core.errors import LayerLost, PlanInfeasible
+from oobleck.core.errors import PlanInfeasible
 from oobleck.core.ids import Generation, JobId, NodeName
 from oobleck.core.job.spec import RecoveryPolicy
 from oobleck.core.plan import Plan
+from oobleck.core.routes import LayerLost
 from oobleck.core.units import comma_separated, count
 from oobleck.master.events.jobs import JobWaiting
 from oobleck.master.planning import client

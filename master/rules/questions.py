@@ -8,11 +8,10 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from oobleck.core.errors import LayerLost
 from oobleck.core.ids import Generation, Incarnation, NodeName, WorkerId
 from oobleck.core.messages import PeerLost
 from oobleck.core.plan import Plan
-from oobleck.core.routes import Shard, ShardTable, require_holders
+from oobleck.core.routes import LayerLost, Shard, ShardTable, require_holders
 from oobleck.core.units import comma_separated
 from oobleck.host.detection import Detection
 from oobleck.master.events.jobs import (

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
 
-from oobleck.core.errors import LayerLost
 from oobleck.core.ids import WorkerId
 from oobleck.core.plan import Plan
-from oobleck.core.routes import Shard, ShardTable
+from oobleck.core.routes import LayerLost, Shard, ShardTable
 from oobleck.planner.programs.balance import Task, balance
 
 #: Unit of the cuts: shares of a layer's numbers begin at multiples of it.

@@ -14,10 +14,10 @@ from contextlib import suppress
 from itertools import chain, groupby
 from operator import itemgetter
 
-from oobleck.core.errors import LayerLost, PlanInfeasible
+from oobleck.core.errors import PlanInfeasible
 from oobleck.core.ids import Generation, WorkerId
 from oobleck.core.plan import Plan
-from oobleck.core.routes import Hold, Hop, Route
+from oobleck.core.routes import Hold, Hop, LayerLost, Route
 
 #: Workers that hold layers together.
 _Group = tuple[WorkerId, ...]

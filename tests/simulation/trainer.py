@@ -14,7 +14,6 @@ from simulation.ear import Ear
 from simulation.gathering import Gathering
 from simulation.watch import GONE
 
-from oobleck.core.errors import LayerLost
 from oobleck.core.ids import Generation, Incarnation, WorkerId
 from oobleck.core.messages import (
     Acknowledged,
@@ -43,7 +42,7 @@ from oobleck.core.messages import (
 )
 from oobleck.core.plan import Plan
 from oobleck.core.profile import LinkMeasurement
-from oobleck.core.routes import Shard
+from oobleck.core.routes import LayerLost, Shard
 from oobleck.planner.programs.transfer import plan_transfers
 from oobleck.worker.recovery.rejoin import Agreement, Held, RecoveryState, agree, is_whole
 from oobleck.worker.runtime.errors import Superseded, TransportError, Unreached

@@ -8,10 +8,9 @@ from simulation.books import Book
 
 from oobleck.agent.connection import outbox as outboxes
 from oobleck.agent.connection.outbox import LIMIT
-from oobleck.core.errors import LayerLost
 from oobleck.core.ids import Generation, Incarnation, JobId
 from oobleck.core.messages import Assign, StepRecord
-from oobleck.core.routes import Shard, require_holders
+from oobleck.core.routes import LayerLost, Shard, require_holders
 from oobleck.master.events.jobs import (
     FirstStepCommitted,
     JobAdopted,

@@ -20,10 +20,9 @@ from simulation.network import Wire
 from simulation.trainer import Trainer
 from simulation.watch import Ledger, Watch
 
-from oobleck.core.errors import LayerLost
 from oobleck.core.ids import JobId, NodeName, WorkerId
 from oobleck.core.messages import Assign
-from oobleck.core.routes import require_holders
+from oobleck.core.routes import LayerLost, require_holders
 from oobleck.host.detection import Detection
 from oobleck.host.system.environment import Environment
 from oobleck.master.config import MasterConfig

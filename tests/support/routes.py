@@ -5,12 +5,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from oobleck.core.errors import LayerLost
 from oobleck.core.ids import Generation, NodeName, WorkerId
 from oobleck.core.instructions import Instruction
 from oobleck.core.plan import Plan
 from oobleck.core.profile import Profile
-from oobleck.core.routes import Hold, Hop, HopTicks, Listing, Route
+from oobleck.core.routes import Hold, Hop, HopTicks, LayerLost, Listing, Route
 from oobleck.core.schedules import SCHEDULES
 from oobleck.planner.cost.listed import with_listing
 from oobleck.planner.programs.compiler.compile import add_communication

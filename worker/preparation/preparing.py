@@ -15,10 +15,10 @@ from functools import partial
 
 import torch
 
-from oobleck.core.errors import LayerLost
 from oobleck.core.ids import Generation, WorkerId
 from oobleck.core.messages import Assign
 from oobleck.core.plan import Plan
+from oobleck.core.routes import LayerLost
 from oobleck.planner.programs.communicators import wiring_of
 from oobleck.planner.programs.compiler.compile import Work
 from oobleck.planner.programs.compiler.own import OwnProgram, compile_own

@@ -21,11 +21,10 @@ from functools import partial
 
 import torch
 
-from oobleck.core.errors import LayerLost
 from oobleck.core.ids import Generation, WorkerId
 from oobleck.core.job.spec import JobSpec
 from oobleck.core.plan import Plan
-from oobleck.core.routes import Shard, ShardTable, require_holders
+from oobleck.core.routes import LayerLost, Shard, ShardTable, require_holders
 from oobleck.planner.programs.transfer import Transfer, plan_transfers
 from oobleck.worker.context import WorkerContext
 from oobleck.worker.runtime.errors import InvariantViolation, LayersGone

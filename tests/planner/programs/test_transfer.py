@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oobleck.core.errors import LayerLost, PlanInfeasible
+from oobleck.core.errors import PlanInfeasible
 from oobleck.core.ids import Generation, NodeName, WorkerId
 from oobleck.core.plan import Pipeline, Plan
-from oobleck.core.routes import Hold, Shard, ShardTable, require_holders
+from oobleck.core.routes import Hold, LayerLost, Shard, ShardTable, require_holders
 from oobleck.planner.programs.transfer import Transfer, plan_transfers
 
 LAYERS = 4

@@ -5,10 +5,10 @@ from collections import Counter
 
 import pytest
 
-from oobleck.core.errors import LayerLost, PlanInfeasible
+from oobleck.core.errors import PlanInfeasible
 from oobleck.core.ids import Generation, WorkerId
 from oobleck.core.plan import Plan
-from oobleck.core.routes import Hold, Hop, Route
+from oobleck.core.routes import Hold, Hop, LayerLost, Route
 from oobleck.planner.recovery.reroute import Spread, layer_count, reroute
 from support.plans import hop, plan_of_cuts, worker
 from support.routes import equal_pipelines, random_pipelines

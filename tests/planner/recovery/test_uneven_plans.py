@@ -10,10 +10,11 @@ from itertools import combinations, pairwise
 import pytest
 
 from oobleck.core.codec import encode
-from oobleck.core.errors import LayerLost, PlanInfeasible
+from oobleck.core.errors import PlanInfeasible
 from oobleck.core.ids import Generation, WorkerId
 from oobleck.core.plan import Pipeline, Plan
 from oobleck.core.profile import Profile
+from oobleck.core.routes import LayerLost
 from oobleck.core.schedules import SCHEDULES
 from oobleck.planner.cost.estimate import estimate_step, peak_bytes
 from oobleck.planner.cost.listed import estimate_listed
