@@ -9,10 +9,14 @@ Sends are asynchronous: the executor starts them and continues. Receives, which 
 ahead, the end of `SyncGradient`, and `Vote` wait. Micro-batches are numbered over the global batch.
 """
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 from oobleck.core.ids import WorkerId
+from oobleck.core.routes import Hop
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -37,6 +41,21 @@ class Share:
 
 
 WHOLE = Share(0, 1, 1)
+
+
+def rows_in_common(hop: Hop, neighbour: Hop, member: int) -> Iterator[tuple[WorkerId, Share]]:
+    """Yield the workers of `neighbour` that have rows of worker `member` of `hop`, and
+    those rows."""
+    workers, own = neighbour.workers, len(hop.workers)
+    if own == len(workers):
+        yield workers[member], WHOLE if own == 1 else Share(member, member + 1, own)
+        return
+    of = math.lcm(own, len(workers))
+    start, stop = member * of // own, (member + 1) * of // own
+    width = of // len(workers)
+    cuts = sorted({start, stop, *(cut for cut in range(0, of, width) if start < cut < stop)})
+    for begin, end in pairwise(cuts):
+        yield workers[begin // width], Share(begin, end, of)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,10 +14,10 @@ from itertools import pairwise
 from typing import Literal
 
 from oobleck.core.ids import WorkerId
+from oobleck.core.instructions import rows_in_common
 from oobleck.core.plan import Plan
 from oobleck.core.ties import Ties
 from oobleck.planner.profile.memory import link_bytes, stage_bytes, sum_bytes
-from oobleck.planner.programs.compiler.compile import rows_in_common
 from oobleck.planner.programs.compiler.gradients import gradient_buckets
 from oobleck.planner.programs.transfer import Transfer
 

@@ -8,16 +8,13 @@ know times, nor prove freedom from deadlock: `oobleck.planner.programs.compiler.
 """
 
 import heapq
-import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import TypeVar
 
 from oobleck.core.ids import WorkerId
 from oobleck.core.instructions import (
-    WHOLE,
     Action,
     Backward,
     BackwardInput,
@@ -38,6 +35,7 @@ from oobleck.core.instructions import (
     SyncGradient,
     Visit,
     Vote,
+    rows_in_common,
 )
 from oobleck.core.plan import Plan
 from oobleck.core.routes import Hop, Route
@@ -369,21 +367,6 @@ class _Neighbours:
             for other in (around[position], around[position + 2])
         )
         return cls(hop, before, after)
-
-
-def rows_in_common(hop: Hop, neighbour: Hop, member: int) -> Iterator[tuple[WorkerId, Share]]:
-    """Yield the workers of `neighbour` that have rows of worker `member` of `hop`, and
-    those rows."""
-    workers, own = neighbour.workers, len(hop.workers)
-    if own == len(workers):
-        yield workers[member], WHOLE if own == 1 else Share(member, member + 1, own)
-        return
-    of = math.lcm(own, len(workers))
-    start, stop = member * of // own, (member + 1) * of // own
-    width = of // len(workers)
-    cuts = sorted({start, stop, *(cut for cut in range(0, of, width) if start < cut < stop)})
-    for begin, end in pairwise(cuts):
-        yield workers[begin // width], Share(begin, end, of)
 
 
 def _messages(kind: type[M], step: Compute, peers: _Peers) -> Iterator[M]:
