@@ -34,8 +34,8 @@ from oobleck.planner.recovery.rules import Next
 from oobleck.planner.recovery.uneven.candidates import MOST_VISITS, hop_ticks, scheduled
 from oobleck.planner.recovery.uneven.cuts import reshared
 from oobleck.planner.search.choose import choose_among, keep_schedule, settled
+from oobleck.planner.search.demand import share_batch
 from oobleck.planner.search.shadows import with_shadows
-from oobleck.planner.search.shares import share_batch
 
 #: Least share of a step that another cut of equal T must gain.
 _LEAST_RECUT = 0.01

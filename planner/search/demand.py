@@ -1,7 +1,8 @@
 """Demand for pipelines to be instantiated, and the cost of any sizes by the formula (Oobleck §4.2).
 
-Owns the question, and which answers a judge should consider. Must not search: the best answers come
-from `oobleck.planner.search.sizesearch`.
+Owns the question, the shares of the batch that minimise the slowest pipeline's time, and which
+answers a judge should consider. Must not search: the best answers come from
+`oobleck.planner.search.sizesearch`.
 """
 
 from bisect import bisect_left, bisect_right
@@ -11,9 +12,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 from itertools import islice
 
+from oobleck.core.errors import PlanInfeasible
 from oobleck.core.profile import Links
 from oobleck.planner.cost.stages import PipelineCost, sync_ticks
-from oobleck.planner.search.shares import makespan, share_batch
 
 Costs = Mapping[int, PipelineCost]
 #: Nodes per pipeline, biggest first.
@@ -132,3 +133,59 @@ def _sums(
     for size in rising[low : bisect_right(rising, min(nodes, biggest))]:
         for rest in _sums(rising, nodes - size, size, fewest - 1, most - 1):
             yield (size, *rest)
+
+
+def share_batch(costs: Sequence[PipelineCost], microbatches: int) -> tuple[int, ...]:
+    """Return micro-batches per pipeline, at least one each, that minimise the slowest pipeline's
+    time.
+
+    The result equals handing out one micro-batch after the other, each to the pipeline that would
+    finish it first (the first one among ties). It is found by bisection over the time. Raises
+    PlanInfeasible where there are fewer micro-batches than pipelines.
+    """
+    if len(costs) > microbatches:
+        raise PlanInfeasible(
+            f"{len(costs)} pipelines need as many micro-batches, and the batch has {microbatches}; "
+            "enlarge global_batch or lower microbatch"
+        )
+    time = _full_at(Counter(costs), microbatches)
+    sure = {cost: _share(cost, time - 1, microbatches) for cost in set(costs)}
+    most = {cost: _share(cost, time, microbatches) for cost in sure}
+    left = microbatches - sum(sure[cost] for cost in costs)
+    shares = []
+    for cost in costs:
+        more = min(left, most[cost] - sure[cost])
+        shares.append(sure[cost] + more)
+        left -= more
+    return tuple(shares)
+
+
+def makespan(pipelines: Mapping[PipelineCost, int], microbatches: int) -> int:
+    """Return the ticks of the slowest of so many pipelines of each cost, with the best shares."""
+    # Each has at least one micro-batch, however long that takes.
+    return max(_full_at(pipelines, microbatches), *(cost.first for cost in pipelines))
+
+
+def _share(cost: PipelineCost, time: int, microbatches: int) -> int:
+    return max(1, cost.capacity(time, microbatches))
+
+
+def _full_at(pipelines: Mapping[PipelineCost, int], microbatches: int) -> int:
+    """Return the first tick by which the pipelines, each with at least one micro-batch, finish the
+    batch.
+    """
+
+    def full(time: int) -> bool:
+        done = sum(n * _share(cost, time, microbatches) for cost, n in pipelines.items())
+        return done >= microbatches
+
+    if full(0):
+        return 0
+    low, high = 0, max(cost.time(microbatches) for cost in pipelines)
+    while high - low > 1:  # low is too early
+        middle = (low + high) // 2
+        if full(middle):
+            high = middle
+        else:
+            low = middle
+    return high

@@ -22,9 +22,9 @@ from oobleck.planner.cost.estimate import Replays
 from oobleck.planner.programs.communicators import too_many
 from oobleck.planner.search.catalogue import Catalogue, Offer
 from oobleck.planner.search.choose import ScheduleChoice, choose_among, settled
+from oobleck.planner.search.demand import share_batch
 from oobleck.planner.search.instantiate import instantiate
 from oobleck.planner.search.shadows import with_shadows
-from oobleck.planner.search.shares import share_batch
 from oobleck.planner.search.templates import feasible_sizes
 
 # ---- Node specification: the template sizes that a cluster needs (Oobleck §4.1.1).

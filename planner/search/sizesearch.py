@@ -23,8 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from oobleck.planner.cost.stages import PipelineCost, sync_ticks
-from oobleck.planner.search.demand import Costs, Demand, Sizes
-from oobleck.planner.search.shares import makespan
+from oobleck.planner.search.demand import Costs, Demand, Sizes, makespan
 
 # ---- Exactly p items of exactly N size with the most value: a knapsack that counts its items.
 #

@@ -16,7 +16,7 @@ from oobleck.planner.cost.estimate import Replays
 from oobleck.planner.cost.stages import PipelineCost, sync_ticks
 from oobleck.planner.search.catalogue import Offer
 from oobleck.planner.search.choose import Costed
-from oobleck.planner.search.demand import MOST_SIZES, Demand
+from oobleck.planner.search.demand import MOST_SIZES, Demand, makespan, share_batch
 from oobleck.planner.search.instantiate import (
     Instantiation,
     Patience,
@@ -27,7 +27,6 @@ from oobleck.planner.search.instantiate import (
     most_used,
     template_costs,
 )
-from oobleck.planner.search.shares import makespan, share_batch
 from oobleck.planner.search.sizesearch import EXACT, SizeSearch
 from oobleck.planner.search.templates import feasible_sizes, generate_templates
 from support.profiles import profile_of, random_profile
