@@ -20,8 +20,7 @@ from oobleck.planner.recovery.reconfigure import Reconfiguration, Templates
 from oobleck.planner.recovery.rules import Next
 from oobleck.planner.recovery.uneven.candidates import Situation
 from oobleck.planner.search.choose import TIE, Costed
-from oobleck.planner.search.demand import Costs
-from oobleck.planner.search.instantiate import Judge, by_formula
+from oobleck.planner.search.demand import Costs, Judge, by_formula
 
 Policy = Literal["templates", "reroute", "uneven", "shadow", "normalise", "morph"]
 

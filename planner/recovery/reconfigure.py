@@ -28,16 +28,17 @@ from oobleck.core.units import are, count
 from oobleck.planner.recovery.changes import Change, by_rules, reshaped
 from oobleck.planner.recovery.placement import Seats, Slot, put_in_place, seat
 from oobleck.planner.recovery.rules import Rule
-from oobleck.planner.search.demand import BAND, Costs, Demand, Sizes, worth_judging
-from oobleck.planner.search.instantiate import (
+from oobleck.planner.search.demand import (
+    BAND,
+    Costs,
+    Demand,
     Instantiation,
     Judge,
-    Patience,
+    Sizes,
     by_formula,
-    choose,
-    most_used,
-    template_costs,
+    worth_judging,
 )
+from oobleck.planner.search.instantiate import Patience, choose, most_used, template_costs
 from oobleck.planner.search.templates import feasible_sizes, generate_templates
 
 Templates = Mapping[int, PipelineTemplate]

@@ -20,7 +20,7 @@ from oobleck.planner.cost.estimate import Replays
 from oobleck.planner.cost.kinds import Kind
 from oobleck.planner.cost.stages import PipelineCost, StageTable
 from oobleck.planner.search.choose import Costed, Shortlist, choose_among
-from oobleck.planner.search.instantiate import Instantiation
+from oobleck.planner.search.demand import Instantiation
 from oobleck.planner.search.templates import shortlisted_templates
 
 #: Most instantiations that are estimated under their schedules, for each set of templates.

@@ -7,7 +7,7 @@ answers a judge should consider. Must not search: the best answers come from
 
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import islice
@@ -89,6 +89,27 @@ class Demand:
                 if taker in rest and giver - 1 in self.costs and taker + 1 in self.costs:
                     rest.remove(taker)
                     yield tuple(sorted((*rest, giver - 1, taker + 1), reverse=True))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Instantiation:
+    """Nodes and micro-batches of each pipeline, and their step time."""
+
+    #: Nodes per pipeline, biggest first.
+    sizes: tuple[int, ...]
+    #: Micro-batches per pipeline.
+    shares: tuple[int, ...]
+    #: Ticks of a step by the formula.
+    step: int
+
+
+#: Returns the step time of each instantiation, in any unit.
+Judge = Callable[[Sequence[Instantiation]], Sequence[float]]
+
+
+def by_formula(candidates: Sequence[Instantiation]) -> Sequence[float]:
+    """Judge candidates by the formula's step time."""
+    return [candidate.step for candidate in candidates]
 
 
 def worth_judging(demand: Demand, found: Mapping[Sizes, int], *, most: int) -> dict[Sizes, int]:

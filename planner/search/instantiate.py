@@ -7,7 +7,7 @@ that order, and the choice by a judge among candidates near the best. The formul
 `oobleck.planner.cost.stages`.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -17,32 +17,20 @@ from oobleck.core.plan import Pipeline, PipelineTemplate, Plan, place
 from oobleck.core.profile import Profile
 from oobleck.core.units import are, count
 from oobleck.planner.cost.stages import pipeline_cost
-from oobleck.planner.search.demand import BAND, Costs, Demand, Sizes, worth_judging
+from oobleck.planner.search.demand import (
+    BAND,
+    Costs,
+    Demand,
+    Instantiation,
+    Judge,
+    Sizes,
+    by_formula,
+    worth_judging,
+)
 from oobleck.planner.search.sizesearch import EXACT, BestSizes, Floats, SizeSearch
 
 #: Candidates near the best that the search looks for, the best one included.
 MOST_CANDIDATES = 6
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Instantiation:
-    """Nodes and micro-batches of each pipeline, and their step time."""
-
-    #: Nodes per pipeline, biggest first.
-    sizes: tuple[int, ...]
-    #: Micro-batches per pipeline.
-    shares: tuple[int, ...]
-    #: Ticks of a step by the formula.
-    step: int
-
-
-#: Returns the step time of each instantiation, in any unit.
-Judge = Callable[[Sequence[Instantiation]], Sequence[float]]
-
-
-def by_formula(candidates: Sequence[Instantiation]) -> Sequence[float]:
-    """Judge candidates by the formula's step time."""
-    return [candidate.step for candidate in candidates]
 
 
 def instantiate(

@@ -7,7 +7,7 @@ import pytest
 from oobleck.planner.cost.stages import pipeline_cost
 from oobleck.planner.search import catalogue
 from oobleck.planner.search.catalogue import Catalogue
-from oobleck.planner.search.instantiate import Instantiation
+from oobleck.planner.search.demand import Instantiation
 from oobleck.planner.search.templates import generate_templates, shortlisted_templates
 from support.profiles import profile_of
 

@@ -16,9 +16,8 @@ from oobleck.planner.cost.estimate import Replays
 from oobleck.planner.cost.stages import PipelineCost, sync_ticks
 from oobleck.planner.search.catalogue import Offer
 from oobleck.planner.search.choose import Costed
-from oobleck.planner.search.demand import MOST_SIZES, Demand, makespan, share_batch
+from oobleck.planner.search.demand import MOST_SIZES, Demand, Instantiation, makespan, share_batch
 from oobleck.planner.search.instantiate import (
-    Instantiation,
     Patience,
     best_judged,
     choose,
