@@ -20,14 +20,14 @@ from oobleck.planner.cost.kinds import (
     Cut,
     Kind,
     Place,
-    cost_of,
-    pipeline_cut,
+    StageTimes,
+    messages_s,
     pipeline_kinds,
     places_of,
     replicas,
 )
 from oobleck.planner.cost.replay import Ends, Question, computed_s
-from oobleck.planner.cost.stages import StageCost, idle_bytes
+from oobleck.planner.cost.stages import StageCost, cost_of, idle_bytes
 from oobleck.planner.programs.compiler.schedule import in_flight
 
 
@@ -83,6 +83,21 @@ class Alike(NamedTuple):
     pipeline: Pipeline
     kind: Kind
     costs: list[StageCost]
+
+
+def pipeline_cut(places: tuple[Place, ...], costs: Iterable[StageCost], profile: Profile) -> Cut:
+    """Build the cut of a plan's pipelines with stages at these places, under any schedule."""
+    times = [
+        StageTimes(
+            cost.forward_s,
+            cost.backward_s,
+            cost.backward_input_s,
+            cost.backward_weight_s,
+            cost.update_s,
+        )
+        for cost in costs
+    ]
+    return Cut(places=places, stages=tuple(times), message_s=messages_s(places, profile))
 
 
 class Replays:

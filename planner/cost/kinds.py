@@ -1,7 +1,7 @@
 """Pipelines that run alike: the same cut on the same places with the same share of the batch.
 
-Owns the replay's input for them, built from a template or from a plan. Must not know how long a
-step takes.
+Owns the replay's input for them. Must not know how the cost of a plan's stages is found, nor how
+long a step takes.
 """
 
 from collections.abc import Callable, Iterable
@@ -12,8 +12,6 @@ from typing import NamedTuple
 from oobleck.core.ids import WorkerId
 from oobleck.core.plan import Pipeline, PipelineTemplate, Plan
 from oobleck.core.profile import Profile, message_s
-from oobleck.core.routes import Hold
-from oobleck.planner.cost.stages import StageCost, stage_cost
 
 
 class Place(NamedTuple):
@@ -75,35 +73,7 @@ def template_cut(template: PipelineTemplate, profile: Profile) -> Cut:
         layers = profile.layers[stage.first_layer : stage.last_layer + 1]
         update_s = sum([layer.update_s.get(stage.gpus, 0.0) for layer in layers])
         times.append(StageTimes(stage.forward_s, stage.backward_s, 0.0, 0.0, update_s))
-    return Cut(places=tuple(places), stages=tuple(times), message_s=_messages_s(places, profile))
-
-
-def pipeline_cut(places: tuple[Place, ...], costs: Iterable[StageCost], profile: Profile) -> Cut:
-    """Build the cut of a plan's pipelines with stages at these places, under any schedule."""
-    times = [
-        StageTimes(
-            cost.forward_s,
-            cost.backward_s,
-            cost.backward_input_s,
-            cost.backward_weight_s,
-            cost.update_s,
-        )
-        for cost in costs
-    ]
-    return Cut(places=places, stages=tuple(times), message_s=_messages_s(places, profile))
-
-
-def cost_of(stage: Hold, profile: Profile, rate: float = 1.0) -> StageCost:
-    """Return the cost of a stage whose slowest worker has that rate. Raises ValueError, as
-    `stage_cost`."""
-    cost = stage_cost(
-        profile,
-        stage.first_layer,
-        stage.last_layer,
-        len(stage.workers),
-        resident=stage.resident,
-    )
-    return cost.at(rate)
+    return Cut(places=tuple(places), stages=tuple(times), message_s=messages_s(places, profile))
 
 
 def pipeline_kinds(plan: Plan) -> dict[tuple[int, tuple[Place, ...]], list[int]]:
@@ -142,7 +112,7 @@ def places_of(
     )
 
 
-def _messages_s(places: Iterable[Place], profile: Profile) -> tuple[float, ...]:
+def messages_s(places: Iterable[Place], profile: Profile) -> tuple[float, ...]:
     """Return the seconds of the largest message between each stage and the next; each worker sends
     its rows to the workers that compute them next.
     """

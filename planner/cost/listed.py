@@ -14,17 +14,10 @@ from oobleck.core.profile import Profile, message_s
 from oobleck.core.routes import Hop, HopTicks, Listing, Route
 from oobleck.core.ties import Ties
 from oobleck.planner.cost.ends import plan_end_s
-from oobleck.planner.cost.estimate import shadow_bytes, stage_peak_bytes
-from oobleck.planner.cost.kinds import (
-    Kind,
-    Place,
-    cost_of,
-    pipeline_cut,
-    pipeline_kinds,
-    replicas,
-)
+from oobleck.planner.cost.estimate import pipeline_cut, shadow_bytes, stage_peak_bytes
+from oobleck.planner.cost.kinds import Kind, Place, pipeline_kinds, replicas
 from oobleck.planner.cost.replay import computed_s
-from oobleck.planner.cost.stages import StageCost, idle_bytes, stage_cost
+from oobleck.planner.cost.stages import StageCost, cost_of, idle_bytes, stage_cost
 from oobleck.planner.programs.listing.schedule import Foreseen, foreseen, listed_routes
 
 #: Ticks of the longest forward or backward of any hop.

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from oobleck.core.errors import PlanInfeasible
 from oobleck.core.plan import PipelineTemplate
 from oobleck.core.profile import Links, Profile, all_reduce_s, message_s, working_bytes
+from oobleck.core.routes import Hold
 from oobleck.core.sharing import exchange_bytes, running_exchange_bytes
 
 TICKS_PER_S = 10**15
@@ -202,11 +203,24 @@ def stage_cost(
     )
 
 
+def cost_of(stage: Hold, profile: Profile, rate: float = 1.0) -> StageCost:
+    """Return the cost of a stage whose slowest worker has that rate. Raises ValueError, as
+    `stage_cost`."""
+    cost = stage_cost(
+        profile,
+        stage.first_layer,
+        stage.last_layer,
+        len(stage.workers),
+        resident=stage.resident,
+    )
+    return cost.at(rate)
+
+
 # ---- Table of all possible stages, with their times and free memory, for all runs of layers at
 # once.
 #
 # Searches compare whole numbers in float64: sums are exact, and an impossible stage is infinite.
-# Times of chosen stages are in ticks.planner.search.partition`.
+# Times of chosen stages are in ticks.
 
 
 Floats = NDArray[np.float64]
