@@ -27,11 +27,11 @@ from oobleck.planner.cost.kinds import Kind
 from oobleck.planner.cost.replay import computed_s
 from oobleck.planner.cost.stages import StageTable
 from oobleck.planner.search.catalogue import Catalogue, Offer
-from oobleck.planner.search.choose import Costed, choose_schedule, shortlists
-from oobleck.planner.search.demand import by_formula
+from oobleck.planner.search.choose import choose_schedule
+from oobleck.planner.search.demand import Costed, by_formula
 from oobleck.planner.search.firstplan import make_first_plan, node_specification
 from oobleck.planner.search.instantiate import instantiate
-from oobleck.planner.search.templates import least_cuts, template_of
+from oobleck.planner.search.templates import least_cuts, shortlists, template_of
 
 
 @dataclass(frozen=True, kw_only=True)

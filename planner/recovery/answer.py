@@ -19,8 +19,8 @@ from oobleck.planner.programs.listing.schedule import listed_routes
 from oobleck.planner.recovery.reconfigure import Reconfiguration, Templates
 from oobleck.planner.recovery.rules import Next
 from oobleck.planner.recovery.uneven.candidates import Situation
-from oobleck.planner.search.choose import TIE, Costed
-from oobleck.planner.search.demand import Costs, Judge, by_formula
+from oobleck.planner.search.choose import TIE
+from oobleck.planner.search.demand import Costed, Costs, Judge, by_formula
 
 Policy = Literal["templates", "reroute", "uneven", "shadow", "normalise", "morph"]
 

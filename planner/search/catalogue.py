@@ -19,9 +19,9 @@ from oobleck.core.ties import Ties
 from oobleck.planner.cost.estimate import Replays
 from oobleck.planner.cost.kinds import Kind
 from oobleck.planner.cost.stages import PipelineCost, StageTable
-from oobleck.planner.search.choose import Costed, Shortlist, choose_among
-from oobleck.planner.search.demand import Instantiation
-from oobleck.planner.search.templates import shortlisted_templates
+from oobleck.planner.search.choose import choose_among
+from oobleck.planner.search.demand import Costed, Instantiation
+from oobleck.planner.search.templates import Shortlist, shortlisted_templates
 
 #: Most instantiations that are estimated under their schedules, for each set of templates.
 MOST_ESTIMATED = 6

@@ -10,11 +10,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cached_property
 from itertools import islice
 
 from oobleck.core.errors import PlanInfeasible
-from oobleck.core.profile import Links
-from oobleck.planner.cost.stages import PipelineCost, sync_ticks
+from oobleck.core.plan import PipelineTemplate
+from oobleck.core.profile import Links, Profile
+from oobleck.planner.cost.kinds import Cut, template_cut
+from oobleck.planner.cost.stages import PipelineCost, pipeline_cost, sync_ticks
 
 Costs = Mapping[int, PipelineCost]
 #: Nodes per pipeline, biggest first.
@@ -29,6 +32,21 @@ ROUGH_BAND = Fraction(1, 3)
 MOST_SIZES = 64
 #: With more pipelines there are far more answers, or so few that a search finds them.
 _MOST_PIPELINES = 16
+
+
+class Costed:
+    """Template with its costs, each computed once when first needed."""
+
+    def __init__(self, template: PipelineTemplate, profile: Profile) -> None:
+        self.template, self._profile = template, profile
+
+    @cached_property
+    def cost(self) -> PipelineCost:
+        return pipeline_cost(self.template, self._profile)
+
+    @cached_property
+    def cut(self) -> Cut:
+        return template_cut(self.template, self._profile)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,8 +15,14 @@ from oobleck.core.profile import Links
 from oobleck.planner.cost.estimate import Replays
 from oobleck.planner.cost.stages import PipelineCost, sync_ticks
 from oobleck.planner.search.catalogue import Offer
-from oobleck.planner.search.choose import Costed
-from oobleck.planner.search.demand import MOST_SIZES, Demand, Instantiation, makespan, share_batch
+from oobleck.planner.search.demand import (
+    MOST_SIZES,
+    Costed,
+    Demand,
+    Instantiation,
+    makespan,
+    share_batch,
+)
 from oobleck.planner.search.instantiate import (
     Patience,
     best_judged,

@@ -10,12 +10,13 @@ from oobleck.core.profile import Links, Profile
 from oobleck.planner.cost.kinds import Kind
 from oobleck.planner.cost.replay import computed_s
 from oobleck.planner.cost.stages import StageTable, stage_cost
-from oobleck.planner.search.choose import Costed, shortlists
+from oobleck.planner.search.demand import Costed
 from oobleck.planner.search.templates import (
     feasible_sizes,
     generate_templates,
     least_cuts,
     shortlisted_templates,
+    shortlists,
     template_of,
 )
 from support.profiles import profile_of
