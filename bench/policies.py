@@ -34,13 +34,13 @@ from oobleck.core.routes import Listing
 from oobleck.core.schedules import Schedule
 from oobleck.planner.programs.compiler.own import compile_own
 from oobleck.planner.programs.compiler.proof import prove
+from oobleck.planner.programs.listing.passes import visits_of
 from oobleck.planner.programs.listing.schedule import (
     least_makespan,
     list_schedule,
     listed_routes,
     planned,
 )
-from oobleck.planner.programs.listing.visits import visits_of
 from oobleck.planner.recovery.moves import Moves
 from oobleck.planner.recovery.normalise import MOST_SCHEDULED
 from oobleck.planner.recovery.reroute import layer_count, reroute

@@ -17,8 +17,7 @@ from oobleck.core.ids import Generation, WorkerId
 from oobleck.core.instructions import Backward, BackwardInput, BackwardWeight, Compute, Forward
 from oobleck.core.plan import Plan
 from oobleck.core.routes import Hop, HopTicks
-from oobleck.planner.programs.listing.passes import Pass, run_pass
-from oobleck.planner.programs.listing.visits import Visits, visits_of
+from oobleck.planner.programs.listing.passes import Pass, Visits, run_pass, visits_of
 
 # ---- Lower bound of a list schedule's time, at which a search can stop.
 

@@ -11,14 +11,13 @@ from oobleck.core.ids import Generation, NodeName, WorkerId
 from oobleck.core.instructions import Backward, BackwardInput, BackwardWeight, Compute, Forward
 from oobleck.core.plan import Plan
 from oobleck.core.routes import Hold, Hop, HopTicks, Route
-from oobleck.planner.programs.listing.passes import Bank
+from oobleck.planner.programs.listing.passes import Bank, Visits, visits_of
 from oobleck.planner.programs.listing.schedule import (
     ListSchedule,
     least_makespan,
     list_schedule,
     listed_routes,
 )
-from oobleck.planner.programs.listing.visits import Visits, visits_of
 from oobleck.planner.recovery.reroute import reroute
 from support.routes import (
     equal_pipelines,
