@@ -35,9 +35,9 @@ from oobleck.planner.recovery.chooser import CHANGE_S, choose
 from oobleck.planner.recovery.course import behind_answer
 from oobleck.planner.recovery.outlook import Outlook, expecting
 from oobleck.planner.recovery.policies import answer as chosen
-from oobleck.planner.recovery.policies import answers, unforced
+from oobleck.planner.recovery.policies import answers, ask, unforced
 from oobleck.planner.recovery.reconfigure import can_lose
-from oobleck.planner.recovery.terms import Terms, after, ask
+from oobleck.planner.recovery.terms import Terms, after
 from oobleck.planner.recovery.worth import anew
 from oobleck.planner.search.catalogue import Catalogue
 from oobleck.planner.search.firstplan import make_first_plan, node_specification

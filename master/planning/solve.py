@@ -29,7 +29,8 @@ from oobleck.master.planning.requests import (
 )
 from oobleck.planner.programs.compiler import proof
 from oobleck.planner.recovery.course import MOVING
-from oobleck.planner.recovery.terms import Terms, ask
+from oobleck.planner.recovery.policies import ask
+from oobleck.planner.recovery.terms import Terms
 from oobleck.planner.search.catalogue import Catalogue
 from oobleck.planner.search.firstplan import make_first_plan
 

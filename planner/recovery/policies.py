@@ -14,8 +14,8 @@
 - `auto` has the first two as candidates, `reroute` followed by `templates`, and the shape of a
   first plan, at once or behind another answer.
 
-Owns which courses a policy may take. `oobleck.planner.recovery.chooser` takes the best one. Must
-not know how a plan is made.
+Owns which courses a policy may take, and the candidates for each request of a job's course.
+`oobleck.planner.recovery.chooser` takes the best one. Must not know how a plan is made.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +25,9 @@ from typing import Literal
 
 from oobleck.core.errors import PlanInfeasible
 from oobleck.core.job.spec import RecoveryPolicy
+from oobleck.core.ties import Ties
 from oobleck.core.units import count
+from oobleck.planner.programs.communicators import too_many
 from oobleck.planner.recovery.answer import (
     Answer,
     Change,
@@ -42,7 +44,7 @@ from oobleck.planner.recovery.chooser import (
     choose,
     weighed_s,
 )
-from oobleck.planner.recovery.course import routes_losses
+from oobleck.planner.recovery.course import PlanWanted, routes_losses
 from oobleck.planner.recovery.normalise import normalised, promising
 from oobleck.planner.recovery.outlook import Outlook
 from oobleck.planner.recovery.reconfigure import can_lose
@@ -66,6 +68,39 @@ _TEMPLATES_FIRST: tuple[Policy, Policy] = ("templates", "reroute")
 _REROUTE_FIRST: tuple[Policy, Policy] = ("reroute", "templates")
 #: Answer of each policy to a change, or its refusal.
 Answers = Mapping[Policy, Answer | PlanInfeasible]
+
+
+def ask(change: Change, wanted: PlanWanted) -> Candidates:
+    """Return the candidates for the `wanted` plan. Raises PlanInfeasible."""
+    return without_crowded(_by_purpose(change, wanted), change.tied)
+
+
+def without_crowded(found: Candidates, tied: Ties) -> Candidates:
+    """Leave out courses by plans that have too many communicators for NCCL, if there are others."""
+    few = tuple(
+        course
+        for course in found.courses
+        if not too_many(course.first.found.plan, tied=tied)
+        and (course.behind is None or not too_many(course.behind.found.plan, tied=tied))
+    )
+    return replace(found, courses=few) if few else found
+
+
+def _by_purpose(change: Change, wanted: PlanWanted) -> Candidates:
+    match wanted:
+        case "uneven":
+            return around_slow(change)
+        case "copies" | "normalise" as following:
+            return behind(change, following)
+        case "unforced":
+            return unforced(change)
+        case "anew":
+            return reshaped(change)
+        case "plain":
+            plain = replace(change, shadows=False)
+            return only(plain, by_templates(plain))
+        case policy:
+            return for_change(change, policy)
 
 
 def answer(change: Change, wanted: RecoveryPolicy, outlook: Outlook | None = None) -> Answer:

@@ -1,7 +1,8 @@
-"""Terms of a job's plans, the change of its nodes under them, its answer, and the change after it.
+"""Terms of a job's plans, the change of its nodes under them, and the change after its answer.
 
 The master, the simulator and `oobleck plan --lost` describe a change to the planner in this one
-place. Must not know which request answers which event (`oobleck.planner.recovery.course`).
+place. Must not know which request answers which event (`oobleck.planner.recovery.course`), nor any
+policy.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,19 +14,8 @@ from oobleck.core.plan import Plan
 from oobleck.core.profile import Profile
 from oobleck.core.schedules import Schedule
 from oobleck.core.ties import Ties
-from oobleck.planner.programs.communicators import too_many
 from oobleck.planner.recovery.answer import Answer, Change
-from oobleck.planner.recovery.chooser import Candidates
-from oobleck.planner.recovery.course import PlanWanted, base_behind
-from oobleck.planner.recovery.policies import (
-    around_slow,
-    behind,
-    for_change,
-    only,
-    reshaped,
-    unforced,
-)
-from oobleck.planner.recovery.worth import by_templates
+from oobleck.planner.recovery.course import base_behind
 from oobleck.planner.search.catalogue import Catalogue, Offer
 from oobleck.planner.search.firstplan import make_first_plan
 
@@ -94,39 +84,6 @@ class Terms:
             generation=generation,
             wanted=self.schedule,
         ).plan
-
-
-def ask(change: Change, wanted: PlanWanted) -> Candidates:
-    """Return the candidates for the `wanted` plan. Raises PlanInfeasible."""
-    return without_crowded(_candidates(change, wanted), change.tied)
-
-
-def without_crowded(found: Candidates, tied: Ties) -> Candidates:
-    """Leave out courses by plans that have too many communicators for NCCL, if there are others."""
-    few = tuple(
-        course
-        for course in found.courses
-        if not too_many(course.first.found.plan, tied=tied)
-        and (course.behind is None or not too_many(course.behind.found.plan, tied=tied))
-    )
-    return replace(found, courses=few) if few else found
-
-
-def _candidates(change: Change, wanted: PlanWanted) -> Candidates:
-    match wanted:
-        case "uneven":
-            return around_slow(change)
-        case "copies" | "normalise" as following:
-            return behind(change, following)
-        case "unforced":
-            return unforced(change)
-        case "anew":
-            return reshaped(change)
-        case "plain":
-            plain = replace(change, shadows=False)
-            return only(plain, by_templates(plain))
-        case policy:
-            return for_change(change, policy)
 
 
 def after(change: Change, taken: Answer) -> Change:

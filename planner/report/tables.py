@@ -16,10 +16,10 @@ from oobleck.planner.recovery.answer import Answer, Change
 from oobleck.planner.recovery.chooser import choose
 from oobleck.planner.recovery.course import behind_answer
 from oobleck.planner.recovery.outlook import Outlook
-from oobleck.planner.recovery.policies import Answers, answer, answers, around_slow
+from oobleck.planner.recovery.policies import Answers, answer, answers, around_slow, ask
 from oobleck.planner.recovery.reconfigure import can_lose
 from oobleck.planner.recovery.rules import Next, Rule
-from oobleck.planner.recovery.terms import after, ask
+from oobleck.planner.recovery.terms import after
 from oobleck.planner.recovery.uneven.answer import by_rates
 from oobleck.planner.report.shape import shape
 

@@ -21,9 +21,10 @@ from oobleck.planner.recovery.chooser import Candidates, choose
 from oobleck.planner.recovery.course import PlanWanted
 from oobleck.planner.recovery.outlook import Outlook
 from oobleck.planner.recovery.placement import renamed
+from oobleck.planner.recovery.policies import ask
 from oobleck.planner.recovery.reconfigure import can_lose
 from oobleck.planner.recovery.rules import Next
-from oobleck.planner.recovery.terms import Terms, after, ask
+from oobleck.planner.recovery.terms import Terms, after
 from oobleck.planner.recovery.uneven.candidates import staying_s
 from oobleck.planner.search.catalogue import Catalogue
 from oobleck.planner.search.firstplan import make_first_plan

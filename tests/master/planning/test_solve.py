@@ -15,7 +15,7 @@ from oobleck.master.planning.requests import PlanningFailed, PlanReply, PlanRequ
 from oobleck.planner.programs.compiler import compile as compiler
 from oobleck.planner.programs.compiler import proof
 from oobleck.planner.programs.compiler.schedule import Work, compute_order
-from oobleck.planner.recovery import policies, terms, worth
+from oobleck.planner.recovery import policies, worth
 from oobleck.planner.recovery.outlook import Outlook
 from support.scenario import Player
 from support.trained import node, trained_job
@@ -127,7 +127,7 @@ def test_a_follow_up_that_crashes_is_not_asked_for_again(
 def test_slow_workers_keep_their_part_where_a_plan_for_them_crashes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(terms, "around_slow", crashes)
+    monkeypatch.setattr(policies, "around_slow", crashes)
     told = Player().play(
         "0.0 register n1 n2 n3 n4\n0.0 submit demo hidden=1024 steps=1000 f=0\n"
         "0.5 ready n1 n2 n3 n4\n0.7 enter 1 n1 n2 n3 n4\n1.0 steps 1 1 1\n"
