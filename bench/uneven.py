@@ -17,7 +17,8 @@ from oobleck.core.plan import Pipeline, Plan
 from oobleck.core.profile import LayerProfile, Links, Profile
 from oobleck.core.routes import Hold
 from oobleck.planner.cost.estimate import estimate_step
-from oobleck.planner.recovery.uneven.candidates import Situation, candidates, staying_s
+from oobleck.planner.recovery.answer import Situation
+from oobleck.planner.recovery.uneven.candidates import candidates, staying_s
 
 PIPELINES, STAGES, MICROBATCHES, LAYERS = 3, 4, 8, 12
 RULES = ("reshare", "partial reroute", "recut")

@@ -13,13 +13,11 @@ from oobleck.core.ids import Generation, NodeName, WorkerId
 from oobleck.core.plan import Plan
 from oobleck.core.profile import Profile
 from oobleck.core.ties import Ties
-from oobleck.planner.cost.estimate import Replays
+from oobleck.planner.cost.estimate import SPLITTING_TIE, Replays
 from oobleck.planner.programs.compiler.schedule import splits_backward
 from oobleck.planner.programs.listing.schedule import listed_routes
-from oobleck.planner.recovery.reconfigure import Reconfiguration, Templates
-from oobleck.planner.recovery.rules import Next
-from oobleck.planner.recovery.uneven.candidates import Situation
-from oobleck.planner.search.choose import TIE
+from oobleck.planner.recovery.placement import Templates
+from oobleck.planner.recovery.rules import Next, Reconfiguration
 from oobleck.planner.search.demand import Costed, Costs, Judge, by_formula
 
 Policy = Literal["templates", "reroute", "uneven", "shadow", "normalise", "morph"]
@@ -98,7 +96,7 @@ def splitting_weight(plan: Plan) -> float:
     """Return the factor for splitting the backward, a cost that profiles lack. A first plan's
     schedule has to gain as much."""
     listed = listed_routes(plan) and (plan.listing is None or plan.listing.split)
-    return 1 + TIE if listed or splits_backward(plan.schedule) else 1.0
+    return 1 + SPLITTING_TIE if listed or splits_backward(plan.schedule) else 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,6 +137,21 @@ class Answer:
     #: Steps that are expected to be committed until the next event; None: nothing was chosen.
     value: float | None = None
     runner_up: RunnerUp | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Situation:
+    """Input from which candidates are made."""
+
+    running: Plan
+    base: Plan
+    rates: Mapping[WorkerId, float]
+    profile: Profile
+    #: Groups of layers that share parameters.
+    tied: Ties
+    schedule_named: bool = False
+    #: Number of simultaneous node losses that must cost nothing, with shadows if needed.
+    shadows_for: int = 0
 
 
 def situation(change: Change) -> Situation:

@@ -17,8 +17,7 @@ from oobleck.core.units import comma_separated
 from oobleck.planner.recovery.answer import Answer, Change, answer, idle, situation
 from oobleck.planner.recovery.chooser import LEAST_GAIN
 from oobleck.planner.recovery.moves import Moves, Ticks, most_load
-from oobleck.planner.recovery.reconfigure import Reconfiguration
-from oobleck.planner.recovery.rules import Next
+from oobleck.planner.recovery.rules import Next, Reconfiguration
 from oobleck.planner.recovery.uneven.candidates import hop_ticks, scheduled, staying_s
 from oobleck.planner.recovery.worth import shadows_behind, worth_choosing
 

@@ -22,12 +22,12 @@ from fractions import Fraction
 
 from oobleck.core.errors import PlanInfeasible
 from oobleck.core.ids import Generation, NodeName
-from oobleck.core.plan import PipelineTemplate, Plan
+from oobleck.core.plan import Plan
 from oobleck.core.profile import Profile
 from oobleck.core.units import are, count
 from oobleck.planner.recovery.changes import Change, by_rules, reshaped
-from oobleck.planner.recovery.placement import Seats, Slot, put_in_place, seat
-from oobleck.planner.recovery.rules import Rule
+from oobleck.planner.recovery.placement import Seats, Slot, Templates, put_in_place, seat
+from oobleck.planner.recovery.rules import Reconfiguration
 from oobleck.planner.search.demand import (
     BAND,
     Costs,
@@ -41,8 +41,6 @@ from oobleck.planner.search.demand import (
 from oobleck.planner.search.instantiate import Patience, choose, most_used, template_costs
 from oobleck.planner.search.templates import feasible_sizes, generate_templates
 
-Templates = Mapping[int, PipelineTemplate]
-
 #: Seconds that a plan is expected to be used for, over which its transfer is spread: the paper's
 #: worst case is a loss every ten minutes.
 USE_S = 600.0
@@ -54,17 +52,6 @@ _MOST_JUDGED = 6
 _MOST_ANEW = 4
 #: Effort of the search for new sizes (`oobleck.planner.search.instantiate.Patience`): some 10 ms.
 _EFFORT = 8000
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reconfiguration:
-    """Next plan, the strongest rule that led to it, and a description."""
-
-    plan: Plan
-    rule: Rule
-    reason: str
-    #: Live nodes that fit into no combination of templates; the plan leaves them out.
-    idle: tuple[NodeName, ...] = ()
 
 
 def can_lose(plan: Plan) -> int:

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from oobleck.core.plan import Pipeline
+from oobleck.core.ids import NodeName
+from oobleck.core.plan import Pipeline, Plan
 
 #: Origin of a plan: one of the paper's three rules, a candidate of
 #: `oobleck.planner.recovery.uneven` for slow workers, or one of these.
@@ -45,6 +46,17 @@ Rule = Literal[
 Next = Literal["templates", "shadow", "normalise", "anew"]
 #: Rules that make a plan of templates for fewer or more nodes.
 OF_OTHER_NODES: frozenset[Rule] = frozenset({"stand by", "take back"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reconfiguration:
+    """Next plan, the strongest rule that led to it, and a description."""
+
+    plan: Plan
+    rule: Rule
+    reason: str
+    #: Live nodes that fit into no combination of templates; the plan leaves them out.
+    idle: tuple[NodeName, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,9 +28,9 @@ from oobleck.planner.recovery.answer import (
 from oobleck.planner.recovery.changes import told
 from oobleck.planner.recovery.chooser import LEAST_GAIN, weighed_s
 from oobleck.planner.recovery.placement import Slot, reseated
-from oobleck.planner.recovery.reconfigure import Reconfiguration, can_lose, reconfigure
+from oobleck.planner.recovery.reconfigure import can_lose, reconfigure
 from oobleck.planner.recovery.reroute import reroute
-from oobleck.planner.recovery.rules import Next
+from oobleck.planner.recovery.rules import Next, Reconfiguration
 from oobleck.planner.recovery.uneven.candidates import MOST_VISITS, hop_ticks, scheduled
 from oobleck.planner.recovery.uneven.cuts import reshared
 from oobleck.planner.search.choose import choose_among, keep_schedule, settled

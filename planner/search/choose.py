@@ -15,15 +15,17 @@ from oobleck.core.profile import Profile
 from oobleck.core.schedules import SCHEDULES, Schedule
 from oobleck.core.ties import Ties
 from oobleck.core.units import format_bytes
-from oobleck.planner.cost.estimate import Replays, StepEstimate, peak_bytes, shadow_bytes
+from oobleck.planner.cost.estimate import (
+    SPLITTING_TIE,
+    Replays,
+    StepEstimate,
+    peak_bytes,
+    shadow_bytes,
+)
 from oobleck.planner.cost.kinds import replicas
 from oobleck.planner.cost.stages import stage_cost
 from oobleck.planner.programs.compiler.proof import prove
 from oobleck.planner.programs.compiler.schedule import in_flight, splits_backward
-
-#: Least gain, as a share of the step, for leaving 1F1B. Splitting the backward was measured to cost
-#: 0.5 % of the step in wide layers and 7 % in narrow ones; profiles lack that cost.
-TIE = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +70,7 @@ def choose_among(
         )
     best: Schedule = "1f1b"  # if 1F1B does not fit, none does
     for schedule in fitting:
-        if estimates[schedule].step_s < estimates[best].step_s * (1 - TIE):
+        if estimates[schedule].step_s < estimates[best].step_s * (1 - SPLITTING_TIE):
             best = schedule
     return ScheduleChoice(
         schedule=best, reason=_reason(best, fitting, estimates, limit), estimates=estimates

@@ -15,21 +15,16 @@ from oobleck.planner.cost.estimate import peak_bytes
 from oobleck.planner.recovery.answer import (
     Answer,
     Change,
+    Situation,
     answer,
     idle,
     situation,
     splitting_weight,
 )
 from oobleck.planner.recovery.chooser import LEAST_GAIN, weighed_s
-from oobleck.planner.recovery.reconfigure import Reconfiguration, can_lose
-from oobleck.planner.recovery.rules import Rule
-from oobleck.planner.recovery.uneven.candidates import (
-    Situation,
-    candidates,
-    check_room,
-    recuts,
-    staying_s,
-)
+from oobleck.planner.recovery.reconfigure import can_lose
+from oobleck.planner.recovery.rules import Reconfiguration, Rule
+from oobleck.planner.recovery.uneven.candidates import candidates, check_room, recuts, staying_s
 from oobleck.planner.recovery.worth import (
     by_templates,
     can_lose_behind,

@@ -12,7 +12,7 @@ is worth a change.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -22,13 +22,13 @@ from oobleck.core.plan import Plan
 from oobleck.core.profile import Profile
 from oobleck.core.routes import Hop, Route
 from oobleck.core.schedules import Schedule
-from oobleck.core.ties import Ties
 from oobleck.core.units import format_bytes
 from oobleck.planner.cost.estimate import estimate_step, peak_bytes
 from oobleck.planner.cost.listed import estimate_listed, with_listing
 from oobleck.planner.cost.stages import stage_cost
 from oobleck.planner.programs.compiler.schedule import splits_backward
 from oobleck.planner.programs.listing.schedule import listed_routes
+from oobleck.planner.recovery.answer import Situation
 from oobleck.planner.recovery.reroute import Spread, add_load, held_layers, merged
 from oobleck.planner.recovery.rules import Rule
 from oobleck.planner.recovery.uneven.cuts import recut, reshared
@@ -161,21 +161,6 @@ class Candidate:
     rule: Rule
     plan: Plan
     step_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Situation:
-    """Input from which candidates are made."""
-
-    running: Plan
-    base: Plan
-    rates: Mapping[WorkerId, float]
-    profile: Profile
-    #: Groups of layers that share parameters.
-    tied: Ties
-    schedule_named: bool = False
-    #: Number of simultaneous node losses that must cost nothing, with shadows if needed.
-    shadows_for: int = 0
 
 
 def staying_s(now: Situation) -> float:

@@ -34,7 +34,7 @@ from oobleck.planner.recovery.outlook import (
     expecting,
 )
 from oobleck.planner.recovery.policies import without_crowded
-from oobleck.planner.recovery.reconfigure import Reconfiguration
+from oobleck.planner.recovery.rules import Reconfiguration
 from support.plans import plan_of_cuts
 
 PLAN = plan_of_cuts(([1, 1], 4), ([1, 1], 4))

@@ -13,8 +13,8 @@ from oobleck.core.ids import Generation, NodeName, WorkerId
 from oobleck.core.plan import PipelineTemplate, Plan, place
 from oobleck.core.profile import Profile
 from oobleck.planner.programs.transfer import plan_transfers
-from oobleck.planner.recovery.reconfigure import Reconfiguration, can_lose, reconfigure
-from oobleck.planner.recovery.rules import RULES
+from oobleck.planner.recovery.reconfigure import can_lose, reconfigure
+from oobleck.planner.recovery.rules import RULES, Reconfiguration
 from oobleck.planner.search.catalogue import Catalogue
 from oobleck.planner.search.firstplan import node_specification
 from oobleck.planner.search.instantiate import instantiate

@@ -22,14 +22,9 @@ from oobleck.planner.cost.stages import stage_cost
 from oobleck.planner.programs.compiler.compile import compile_programs
 from oobleck.planner.programs.compiler.proof import dry_run
 from oobleck.planner.programs.listing.schedule import listed_routes
+from oobleck.planner.recovery.answer import Situation
 from oobleck.planner.recovery.reroute import reroute
-from oobleck.planner.recovery.uneven.candidates import (
-    Situation,
-    around,
-    candidates,
-    hop_ticks,
-    staying_s,
-)
+from oobleck.planner.recovery.uneven.candidates import around, candidates, hop_ticks, staying_s
 from oobleck.planner.recovery.uneven.cuts import recut, reshared
 from support.plans import plan_of_cuts, worker
 from support.profiles import profile_of

@@ -17,11 +17,11 @@ from oobleck.core.routes import Route
 from oobleck.core.schedules import Schedule
 from oobleck.planner.cost.listed import with_listing
 from oobleck.planner.programs.listing.schedule import listed_routes
-from oobleck.planner.recovery.answer import Change
+from oobleck.planner.recovery.answer import Change, Situation
 from oobleck.planner.recovery.normalise import normalised
 from oobleck.planner.recovery.reconfigure import can_lose
 from oobleck.planner.recovery.rules import Rule
-from oobleck.planner.recovery.uneven.candidates import Situation, candidates
+from oobleck.planner.recovery.uneven.candidates import candidates
 from oobleck.planner.recovery.worth import shadowed
 from oobleck.planner.search.shadows import with_shadows
 from support import foreign
