@@ -35,7 +35,7 @@ from oobleck.host.security.credentials import (
 )
 from oobleck.master.api.access import caller
 from oobleck.master.clients.requests import Requests
-from oobleck.master.events.unions import (
+from oobleck.master.events.trust import (
     CredentialIssued,
     CredentialsRevoked,
     TokenCreated,

@@ -37,7 +37,8 @@ from oobleck.master.events.nodes import (
     NodeUndrained,
     UnknownJobEnded,
 )
-from oobleck.master.events.unions import CredentialsRevoked, Journaled
+from oobleck.master.events.trust import CredentialsRevoked
+from oobleck.master.events.unions import Journaled
 from oobleck.master.inbox import Inbox
 from oobleck.master.rules.admission import Refusal
 from oobleck.master.rules.adoption import NotAdopted, check_adoptable, is_queued, nodes_of

@@ -1,6 +1,7 @@
 """Journaled events of jobs: requests, turns, plans, checkpoints, ends.
 
-Owns the words for what a plan answers (`Cause`) and for how the way into a generation went
+Owns the words for what a plan answers (`Cause`), for what somebody saw of a failure (`Evidence`,
+which events of nodes carry too), and for how the way into a generation went
 (`ReconfigurationStats`). Must not know what the events change.
 """
 
@@ -13,9 +14,9 @@ from oobleck.core.job.spec import JobSpec
 from oobleck.core.messages import Assign, CheckpointSaved, Measure, Restored, SaveFailed
 from oobleck.core.plan import Plan, WorkerRate
 from oobleck.core.profile import Profile
-from oobleck.master.events.nodes import Evidence
 from oobleck.planner.recovery.course import MOVING, is_base
 from oobleck.planner.recovery.rules import Next
+from oobleck.proto.types import WorkerExited
 
 #: Phases of the way into a generation, in order. The loss is found out, no plan is found, and none
 #: can be made until nodes come. Then workers leave the generation before, meet, move layers, and
@@ -40,6 +41,22 @@ Cause = Literal[
     "worker slow",
     "worker well",
 ]
+
+
+class Evidence(msgspec.Struct, frozen=True, kw_only=True):
+    """Observation of a failure, and its observer, `ago_s` before the event that carries it."""
+
+    #: Kind of observer. agent: of a process that it started; peer: a worker, of another one;
+    #: stream: the master, of an agent's session; worker: of itself.
+    by: Literal["agent", "peer", "stream", "worker"]
+    #: Node, worker, or `master`.
+    observer: str
+    #: Node or worker; empty: the observer cannot tell.
+    about: str
+    saw: str
+    ago_s: float = 0.0
+    #: End of the process, where the observer is its `agent`.
+    exited: WorkerExited | None = None
 
 
 class ReconfigurationStats(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,7 +1,6 @@
 """Journaled events of nodes and their processes: membership, losses, drains.
 
-Owns the words for what somebody saw of a failure too (`Evidence`), which more events carry. Must
-not know what the events change.
+Must not know what the events change.
 """
 
 from typing import Literal
@@ -9,23 +8,8 @@ from typing import Literal
 import msgspec
 
 from oobleck.core.ids import Incarnation, JobId, NodeName, WorkerId
-from oobleck.proto.types import NodeFacts, WorkerExited
-
-
-class Evidence(msgspec.Struct, frozen=True, kw_only=True):
-    """Observation of a failure, and its observer, `ago_s` before the event that carries it."""
-
-    #: Kind of observer. agent: of a process that it started; peer: a worker, of another one;
-    #: stream: the master, of an agent's session; worker: of itself.
-    by: Literal["agent", "peer", "stream", "worker"]
-    #: Node, worker, or `master`.
-    observer: str
-    #: Node or worker; empty: the observer cannot tell.
-    about: str
-    saw: str
-    ago_s: float = 0.0
-    #: End of the process, where the observer is its `agent`.
-    exited: WorkerExited | None = None
+from oobleck.master.events.jobs import Evidence
+from oobleck.proto.types import NodeFacts
 
 
 class NodeRegistered(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -18,7 +18,8 @@ from typing import Literal
 
 from oobleck.core.ids import NodeName, WorkerId
 from oobleck.host.detection import Detection
-from oobleck.master.events.nodes import Evidence, NodeCleared, NodeForgotten, NodeLost, WorkerLost
+from oobleck.master.events.jobs import Evidence
+from oobleck.master.events.nodes import NodeCleared, NodeForgotten, NodeLost, WorkerLost
 from oobleck.master.rules.decision import Context, Decision, decide
 from oobleck.master.rules.next_plan import can_spare
 from oobleck.master.state.cluster import ClusterState

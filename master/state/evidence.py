@@ -12,8 +12,7 @@ import msgspec
 
 from oobleck.core.ids import WorkerId
 from oobleck.core.messages import Failed, PeerLost
-from oobleck.master.events.jobs import PHASES, ReconfigurationStats
-from oobleck.master.events.nodes import Evidence
+from oobleck.master.events.jobs import PHASES, Evidence, ReconfigurationStats
 from oobleck.master.events.unions import StreamClosed, WorkerReported
 from oobleck.master.state.incident import MOST_EVIDENCE, describe_exit
 from oobleck.master.state.job import Job

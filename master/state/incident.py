@@ -19,12 +19,12 @@ from oobleck.core.ids import Generation, WorkerId
 from oobleck.core.units import comma_separated, head
 from oobleck.master.events.jobs import (
     Cause,
+    Evidence,
     JobFailed,
     PlanMade,
     RateChanged,
     ReconfigurationStats,
 )
-from oobleck.master.events.nodes import Evidence
 from oobleck.proto.types import WorkerExited
 
 Kind = Literal[

@@ -108,7 +108,7 @@ def own_error_after(
     return job, _with_evidence(incident, _of_error(event), unix)
 
 
-def _of_error(event: jobs.JobFailed) -> list[nodes.Evidence]:
+def _of_error(event: jobs.JobFailed) -> list[jobs.Evidence]:
     """Return the reports of the error by which the job failed."""
     return [seen for seen in event.evidence if seen.by == "worker" and seen.saw in event.reason]
 
@@ -276,7 +276,7 @@ def _job_error(job: Job, event: jobs.JobFailed, unix: float) -> Setback:
     )
 
 
-def _with_evidence(incident: Incident, found: Iterable[nodes.Evidence], unix: float) -> Incident:
+def _with_evidence(incident: Incident, found: Iterable[jobs.Evidence], unix: float) -> Incident:
     known = {_key(dated.what) for dated in incident.evidence}
     new = [
         DatedEvidence(at=unix - evidence.ago_s, what=replace(evidence, ago_s=0.0))
@@ -308,5 +308,5 @@ def _with_late_words(
     )
 
 
-def _key(evidence: nodes.Evidence) -> tuple[str, str, str, str]:
+def _key(evidence: jobs.Evidence) -> tuple[str, str, str, str]:
     return evidence.by, evidence.observer, evidence.about, evidence.saw

@@ -21,8 +21,7 @@ from oobleck.core.messages import (
     StepRecord,
 )
 from oobleck.core.profile import Scope
-from oobleck.master.events.jobs import Phase, ReconfigurationStats
-from oobleck.master.events.nodes import Evidence
+from oobleck.master.events.jobs import Evidence, Phase, ReconfigurationStats
 from oobleck.master.state.pace import PaceSeen, StandByTimes
 from oobleck.proto.types import Hung, WorkerExited
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
 from oobleck.host.security.credentials import Role
-from oobleck.master.events.unions import (
+from oobleck.master.events.trust import (
     CredentialIssued,
     CredentialsRevoked,
     TokenCreated,

@@ -10,16 +10,13 @@ import msgspec
 
 from oobleck.core.ids import JobId
 from oobleck.master.events import jobs, nodes
-from oobleck.master.events.unions import (
+from oobleck.master.events.trust import (
     CredentialIssued,
     CredentialsRevoked,
-    JournalCut,
-    Journaled,
-    MasterStarted,
-    TermBegan,
     TokenCreated,
     TokenRevoked,
 )
+from oobleck.master.events.unions import JournalCut, Journaled, MasterStarted, TermBegan
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.incidents import closes, incident_after, own_error_after
 from oobleck.master.state.job import ENDED

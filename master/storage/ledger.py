@@ -42,6 +42,7 @@ from oobleck.master.events.nodes import (
     NodeReset,
     WorkerLost,
 )
+from oobleck.master.events.trust import TokenCreated
 from oobleck.master.events.unions import (
     EvaluationReceived,
     Event,
@@ -52,7 +53,6 @@ from oobleck.master.events.unions import (
     ProfilesFound,
     RecordsReceived,
     TermBegan,
-    TokenCreated,
 )
 from oobleck.master.state.cluster import ID_BYTES, ClusterState, History
 from oobleck.master.state.reducer.apply import apply

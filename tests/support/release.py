@@ -22,14 +22,13 @@ from oobleck.host.detection import DETECTIONS
 from oobleck.host.versions import Versions
 from oobleck.master.events.jobs import JobAdopted, JobForgotten, RecordsDiffer
 from oobleck.master.events.nodes import NodeHeld, UnknownJobEnded
-from oobleck.master.events.unions import (
+from oobleck.master.events.trust import (
     CredentialIssued,
     CredentialsRevoked,
-    Journaled,
-    TermBegan,
     TokenCreated,
     TokenRevoked,
 )
+from oobleck.master.events.unions import Journaled, TermBegan
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.reducer.apply import apply
 from oobleck.master.storage import snapshot as snapshots

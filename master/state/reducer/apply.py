@@ -20,6 +20,7 @@ from oobleck.master.events.nodes import (
     UnknownJobEnded,
     WorkerLost,
 )
+from oobleck.master.events.trust import TrustChanged
 from oobleck.master.events.unions import (
     Event,
     JournalCut,
@@ -27,7 +28,6 @@ from oobleck.master.events.unions import (
     MasterStarted,
     Observed,
     TermBegan,
-    TrustChanged,
 )
 from oobleck.master.state import slowdowns, trust
 from oobleck.master.state.cluster import ClusterState, Term

@@ -15,7 +15,7 @@ from oobleck.core.ids import JobId, NodeName
 from oobleck.host.security import pki
 from oobleck.host.security.credentials import Credentials, Role
 from oobleck.master.clients.requests import Requests
-from oobleck.master.events.unions import (
+from oobleck.master.events.trust import (
     CredentialIssued,
     CredentialsRevoked,
     TokenCreated,

@@ -16,7 +16,8 @@ import pytest
 
 from oobleck.core.ids import JobId
 from oobleck.master.events.jobs import JobCancelRequested, JobWaiting
-from oobleck.master.events.unions import CredentialIssued, Journaled
+from oobleck.master.events.trust import CredentialIssued
+from oobleck.master.events.unions import Journaled
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.reducer.apply import apply
 from oobleck.master.storage import journal
