@@ -28,7 +28,7 @@ from oobleck.master.rules import questions
 from oobleck.master.rules.decision import Context, Decision, decide
 from oobleck.master.state.job import Job
 from oobleck.master.state.pace import Alone, Round
-from oobleck.planner.cost.computing import computing_by_layer_s
+from oobleck.planner.cost.estimate import computing_by_layer_s
 
 #: Multiples of the median's time.
 SLOW, WELL = 1.2, 1.1

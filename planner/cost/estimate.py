@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from oobleck.core.ids import WorkerId
+from oobleck.core.instructions import Share
 from oobleck.core.plan import Pipeline, Plan
 from oobleck.core.profile import Profile
 from oobleck.core.schedules import Schedule
@@ -27,7 +28,7 @@ from oobleck.planner.cost.kinds import (
     replicas,
 )
 from oobleck.planner.cost.replay import Ends, Question, computed_s
-from oobleck.planner.cost.stages import StageCost, cost_of, idle_bytes
+from oobleck.planner.cost.stages import StageCost, cost_of, idle_bytes, stage_cost
 from oobleck.planner.programs.compiler.schedule import in_flight
 
 #: Least gain, as a share of the step, for leaving 1F1B. Splitting the backward was measured to cost
@@ -255,6 +256,35 @@ def estimate_step(
     """Estimate one plan's step (`Replays.estimates`); `schedule` replaces the plan's own."""
     wanted = schedule or plan.schedule
     return Replays(profile, tied=tied).estimates([plan], [wanted])[0][wanted]
+
+
+def computing_by_layer_s(plan: Plan, profile: Profile) -> Mapping[WorkerId, Mapping[int, float]]:
+    """Return the seconds of forward and backward that each layer takes each worker in a step.
+    Workers' own measurements are compared with it.
+
+    Workers are in rank order; those that only hold layers have none. Where several share a layer,
+    each has the rows of a micro-batch that are its own. Rates are not counted.
+    Raises ValueError, as `stage_cost`.
+    """
+    known: dict[tuple[int, int], float] = {}
+    found: dict[WorkerId, dict[int, float]] = {worker: {} for worker in plan.workers}
+    for route in plan.routes:
+        for hop in route.hops:
+            parts = len(hop.workers)
+            for part, worker in enumerate(hop.workers):
+                rows = Share(part, part + 1, parts).of_rows(profile.microbatch)
+                share = route.microbatches * len(rows) * parts / profile.microbatch
+                own = found[worker]
+                for layer in hop.layers if rows else ():
+                    if (layer, parts) not in known:
+                        known[layer, parts] = _layer_s(profile, layer, parts)
+                    own[layer] = own.get(layer, 0.0) + share * known[layer, parts]
+    return found
+
+
+def _layer_s(profile: Profile, layer: int, gpus: int) -> float:
+    cost = stage_cost(profile, layer, layer, gpus)
+    return cost.forward_s + cost.backward_s
 
 
 # ---- memory

@@ -1,9 +1,10 @@
-"""Pipelines as text: the layers of each GPU, and the compute of each stage over time.
+"""Pipelines as text: a few words, the layers of each GPU, and the compute of each stage over time.
 
 Owns layout only; alike pipelines are drawn once. Boxes and strips fill the given width; sentences
 are on one line, for the printer to fold. Must not decide or estimate.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 
 from oobleck.core.ids import NodeName
@@ -14,6 +15,7 @@ from oobleck.core.schedules import Schedule
 from oobleck.core.units import count, format_bytes, runs
 from oobleck.planner.cost.estimate import KindEstimate, StepEstimate
 from oobleck.planner.cost.replay import Event, timeline
+from oobleck.planner.programs.listing.schedule import listed_routes
 
 #: Columns of a drawing by default, and the fewest.
 WIDTH, NARROWEST = 80, 40
@@ -21,6 +23,17 @@ WIDTH, NARROWEST = 80, 40
 MOST_STAGES, MOST_MICROBATCHES = 16, 26
 #: Most alike pipelines, and nodes of each, that are named.
 _NAMED = 4
+
+
+def shape(plan: Plan) -> str:
+    """Describe the plan's pipelines in a few words, or say that it has other routes."""
+    if listed_routes(plan):
+        return f"{count(len(plan.routes), 'route')} over {count(len(plan.nodes), 'node')}"
+    sizes = Counter(len(pipeline.nodes) for pipeline in plan.pipelines)
+    return " and ".join(
+        f"{count(number, 'pipeline')} of {count(size, 'node')}"
+        for size, number in sorted(sizes.items(), reverse=True)
+    )
 
 
 def draw_pipelines(plan: Plan, estimate: StepEstimate, *, memory_limit: int, width: int) -> str:

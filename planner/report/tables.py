@@ -21,7 +21,7 @@ from oobleck.planner.recovery.reconfigure import can_lose
 from oobleck.planner.recovery.rules import Next, Rule
 from oobleck.planner.recovery.terms import after
 from oobleck.planner.recovery.uneven.answer import by_rates
-from oobleck.planner.report.shape import shape
+from oobleck.planner.report.drawing import shape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

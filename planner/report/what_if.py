@@ -17,8 +17,8 @@ from oobleck.planner.recovery.answer import Answer, Change
 from oobleck.planner.recovery.policies import Answers, answer, answers
 from oobleck.planner.recovery.reconfigure import can_lose
 from oobleck.planner.recovery.terms import Terms
+from oobleck.planner.report.drawing import shape
 from oobleck.planner.report.planning import Planning
-from oobleck.planner.report.shape import shape
 from oobleck.planner.search.catalogue import Catalogue
 
 

@@ -103,7 +103,7 @@ from oobleck.master.state.reducer.apply import apply, follow
 from oobleck.master.state.validate import validate
 from oobleck.master.storage import snapshot
 from oobleck.master.storage.event_lines import lines_of
-from oobleck.planner.cost.computing import computing_by_layer_s
+from oobleck.planner.cost.estimate import computing_by_layer_s
 from oobleck.planner.profile.estimate import estimate_profile
 from oobleck.proto.types import (
     Assignment,

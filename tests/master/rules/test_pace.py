@@ -11,7 +11,7 @@ from oobleck.core.profile import Profile
 from oobleck.master.rules import pace
 from oobleck.master.rules.pace import _sample, slowness_of
 from oobleck.master.state.pace import Reading, Round
-from oobleck.planner.cost.computing import computing_by_layer_s
+from oobleck.planner.cost.estimate import computing_by_layer_s
 from support.plans import plan_of_cuts, worker
 from support.profiles import profile_of
 from support.scenario import Player

@@ -7,7 +7,7 @@ import pytest
 from oobleck.core.ids import Generation, NodeName, WorkerId
 from oobleck.core.plan import Plan
 from oobleck.core.routes import Hold, Hop, Route
-from oobleck.planner.cost.computing import computing_by_layer_s
+from oobleck.planner.cost.estimate import computing_by_layer_s
 from support.profiles import profile_of
 
 
