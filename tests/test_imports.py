@@ -2,7 +2,8 @@
 libraries stay out."""
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -189,6 +190,44 @@ def test_no_circle(package: str) -> None:
     while free := {name for name, others in left.items() if not others & left.keys()}:
         left = {name: others for name, others in left.items() if name not in free}
     assert not left
+
+
+#: Modules of the longest chains of imports, whole and inside a package: a newcomer reads as many.
+DEEPEST = {"": 22, "planner": 12, "master": 17, "worker": 17}
+
+
+def modules() -> dict[str, set[str]]:
+    """All modules, each with those of ours that it imports; no circle."""
+    paths = {}
+    for path in (path for package in ALLOWED for path in files(package)):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        dotted = ".".join(parts if parts[0] == "oobleck" else ("oobleck", *parts))
+        paths[dotted.removesuffix(".__init__")] = path
+    return {
+        name: {
+            found
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.ImportFrom) and node.module
+            for found in (node.module, *(f"{node.module}.{each.name}" for each in node.names))
+            if found in paths and found != name
+        }
+        for name, path in paths.items()
+    }
+
+
+def depth(imported: Mapping[str, set[str]]) -> int:
+    """Count the modules of the longest chain."""
+    levels: dict[str, int] = {}
+    for name in TopologicalSorter(imported).static_order():
+        levels[name] = 1 + max((levels[other] for other in imported[name]), default=0)
+    return max(levels.values())
+
+
+def test_chains_of_imports_are_short() -> None:
+    imported = modules()
+    for package, most in DEEPEST.items():
+        own = {name for name in imported if name.startswith(f"oobleck.{package}")}
+        assert depth({name: imported[name] & own for name in own}) <= most, package
 
 
 def test_a_violation_is_found(tmp_path: Path) -> None:
