@@ -70,11 +70,6 @@ class Trace:
             yield instant, count
 
 
-def parse_trace(text: str) -> Trace:
-    """Parse a trace. Raises ValueError with the line and the fix."""
-    return trace_of(parse_rows(text))
-
-
 def parse_rows(text: str) -> Iterator[Row]:
     """Yield the rows of a trace's text. Raises ValueError with the line and the fix."""
     return _rows(text.splitlines())

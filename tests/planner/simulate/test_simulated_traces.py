@@ -6,9 +6,13 @@ import statistics
 import pytest
 
 from oobleck.planner.simulate.made import make_rows, parse_make
-from oobleck.planner.simulate.trace import Instant, format_trace, parse_trace, trace_of
+from oobleck.planner.simulate.trace import Instant, Trace, format_trace, parse_rows, trace_of
 
 HEAD = "time_s,event,node,value\n"
+
+
+def parse_trace(text: str) -> Trace:
+    return trace_of(parse_rows(text))
 
 
 def test_rows_of_one_time_are_one_event() -> None:
