@@ -90,7 +90,7 @@ class Master:
             self.changes,
             new_id=lambda: self._environment.token(ID_BYTES),
         )
-        self.requests = Requests(config, self._ledger, self._inbox, self.sessions)
+        self.requests = Requests(config, self._ledger, self._inbox, self.sessions.end_of)
         self.timelines = Timelines(lambda: list(self.sessions))
         self.examinations = Examinations(config, self.state, self._environment, self.sessions.of)
         self.adoptions = Adoptions(self.state, self._environment, self.sessions.of)

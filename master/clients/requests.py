@@ -22,7 +22,6 @@ from oobleck.core.profile import Profile
 from oobleck.host.system.environment import Environment
 from oobleck.host.wheel import digest_of
 from oobleck.master.clients.outbox import AgentSession, Questions
-from oobleck.master.clients.sessions import Sessions
 from oobleck.master.config import MasterConfig
 from oobleck.master.events.jobs import (
     CheckpointRequested,
@@ -78,20 +77,21 @@ class Requests:
         config: MasterConfig,
         ledger: Ledger,
         inbox: Inbox,
-        sessions: Sessions,
+        end_sessions: Callable[[NodeName, Refusal], None],
         caller: "Identity | None" = None,
     ) -> None:
-        """Serve `caller`; None: somebody on this host, in the clear. Methods raise Denied where the
-        caller is no longer trusted, and StorageFailed."""
+        """Serve `caller`; None: somebody on this host, in the clear. `end_sessions`: ends those of
+        an agent with a refusal. Methods raise Denied where the caller is no longer trusted, and
+        StorageFailed."""
         self._config = config
         self._caller = caller
         self._ledger = ledger
         self._inbox = inbox
-        self._sessions = sessions
+        self._end_sessions = end_sessions
 
     def of(self, caller: "Identity | None") -> "Requests":
         """Return these requests on behalf of `caller`."""
-        return Requests(self._config, self._ledger, self._inbox, self._sessions, caller)
+        return Requests(self._config, self._ledger, self._inbox, self._end_sessions, caller)
 
     def check(self) -> None:
         """Check that the caller is still trusted. Raises Denied."""
@@ -258,7 +258,7 @@ class Requests:
                 refusal = Refusal(
                     reason="its certificate was revoked", temporary=False, revoked=True
                 )
-                self._sessions.end_of(NodeName(event.name), refusal)
+                self._end_sessions(NodeName(event.name), refusal)
             return value
 
         return await self._ask(answer)
