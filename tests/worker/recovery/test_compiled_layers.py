@@ -52,12 +52,19 @@ def trained(warm: WarmWorkers, job: JobSpec) -> tuple[dict[int, float | None], l
     """The losses, and those of the evaluations, with a node lost in the middle of a step and one
     change of the plan without a loss."""
     lost = WorkerId(NodeName("b"), 0)
-    fault = FaultRule(worker=lost, point="before:Backward", step=LOSS_AT, action="kill_worker")
+    kill = FaultRule(worker=lost, point="before:Backward", step=LOSS_AT, action="kill_worker")
+    # Else steps might end before the last plan is pushed.
+    stop = FaultRule(
+        worker=WorkerId(NodeName("c"), 0),
+        point="before:Backward",
+        step=CHANGE_AFTER + 2,
+        action="stop",
+    )
     first, second, third = (
         make_plan(number, cuts, shares, schedule="zb-h1" if number == 3 else "1f1b")
         for number, (cuts, shares) in enumerate(PLANS, 1)
     )
-    with Director(warm, job, [fault]) as cluster:
+    with Director(warm, job, [kill, stop]) as cluster:
         cluster.start("a")  # what it compiles, the others read
         cluster.start("b", "c")
         cluster.assign(first)
@@ -65,6 +72,7 @@ def trained(warm: WarmWorkers, job: JobSpec) -> tuple[dict[int, float | None], l
         cluster.assign(second)
         cluster.wait(lambda: CHANGE_AFTER in cluster.records, "steps without b")
         cluster.assign(third, boundary=True)
+        cluster.let_go("c")
         cluster.wait_finished(third)
         cluster.stop()
         generations = {r.generation for records in cluster.records.values() for r in records}

@@ -37,6 +37,7 @@ from support.rerouted import (
 )
 from support.routes import random_routes
 from support.unsplit import check, make_job
+from support.waiting import is_stopped
 
 #: Layers 0 to 2 and 3 to 5, twice.
 FOUR = make_plan(1, [[("a", 3), ("b", 3)], [("c", 3), ("d", 3)]], [6, 4])
@@ -46,6 +47,11 @@ SHADOWED = with_holds(FOUR, held(3, 5, "e"), held(5, 5, "a"))
 
 def killed(node: str, point: str, **when: Any) -> FaultRule:
     return FaultRule(worker=worker_named(node), point=point, action="kill_worker", **when)
+
+
+def stopped(node: str, **when: Any) -> FaultRule:
+    """A rule that stops a worker until it is let go, so that no step overtakes a plan's push."""
+    return FaultRule(worker=worker_named(node), point="before:Forward", action="stop", **when)
 
 
 def without(plan: Plan, name: str, instead: str) -> Plan:
@@ -326,13 +332,18 @@ def test_back_to_templates_at_a_step_boundary(warm: WarmWorkers, tmp_path: Path)
     third = make_plan(
         3, [[("a", 2), ("c", 4)], [("d", 3), ("e", 3)], [("f", 4), ("g", 2)]], [4, 3, 3]
     )
-    with Director(warm, job, [killed("b", "before:Backward", step=2)]) as cluster:
+    faults = [
+        killed("b", "before:Backward", step=2),
+        stopped("a", generation=Generation(2), step=4),
+    ]
+    with Director(warm, job, faults) as cluster:
         cluster.start(*"abcdefg")
         cluster.assign(SEVEN)
         wait_lost(cluster, SEVEN, "b")
         cluster.assign(second)
         cluster.wait(lambda: 2 in cluster.records, "a step of the re-routed plan")
         cluster.assign(third, boundary=True)
+        cluster.let_go("a")
         cluster.wait_finished(third)
         cluster.stop()
         check(cluster, job)
@@ -366,6 +377,7 @@ def test_behind_two_losses_of_a_stage_a_worker_takes_it_over(
     faults = [
         killed("b", "before:Forward", step=2),
         killed("d", "before:Forward", step=3),
+        stopped("a", generation=Generation(3), step=5),
         killed(taker.node, "before:Forward", generation=Generation(4)),
     ]
     with Director(warm, job, faults) as cluster:
@@ -376,6 +388,7 @@ def test_behind_two_losses_of_a_stage_a_worker_takes_it_over(
             cluster.assign(after)
         cluster.wait(lambda: 3 in cluster.records, "a step of the re-routed plan")
         cluster.assign(fourth, boundary=True)
+        cluster.let_go("a")
         wait_lost(cluster, fourth, taker.node)
         cluster.assign(fifth)
         cluster.wait_finished(fifth)
@@ -408,11 +421,9 @@ def test_behind_a_re_routed_plan_others_get_copies_and_take_over(
     assert (third.routes, third.listing) == (second.routes, second.listing)
     fourth = rerouted(third, job, "d")
     faults = [
-        FaultRule(worker=worker, point="before:Forward", action="kill_worker", **when)
-        for worker, when in (
-            (worker_named("b"), {"step": 2}),
-            (worker_named("d"), {"generation": Generation(3)}),
-        )
+        killed("b", "before:Forward", step=2),
+        stopped("a", generation=Generation(2), step=4),
+        killed("d", "before:Forward", generation=Generation(3)),
     ]
     with Director(warm, job, faults) as cluster:
         cluster.start(*"abcd")
@@ -421,6 +432,7 @@ def test_behind_a_re_routed_plan_others_get_copies_and_take_over(
         cluster.assign(second)
         cluster.wait(lambda: 2 in cluster.records, "a step of the re-routed plan")
         cluster.assign(third, boundary=True)
+        cluster.let_go("a")
         cluster.wait(lambda: cluster.workers[worker_named("d")].gone, "the second kill")
         cluster.assign(fourth)
         cluster.wait_finished(fourth)
@@ -446,10 +458,6 @@ def candidate(rule: Rule, running: Plan, job: JobSpec, rates: dict[str, float]) 
     return dataclasses.replace(found, generation=Generation(running.generation + 1))
 
 
-def has_stepped(cluster: Director, generation: int) -> bool:
-    return any(r.generation == generation for told in cluster.records.values() for r in told)
-
-
 def test_stragglers_come_and_go(warm: WarmWorkers, tmp_path: Path) -> None:
     """At step boundaries: around two of them, other cuts, and back."""
     job = make_job(tmp_path / "out", steps=24)
@@ -458,12 +466,15 @@ def test_stragglers_come_and_go(warm: WarmWorkers, tmp_path: Path) -> None:
     fourth = dataclasses.replace(SEVEN, generation=Generation(4))
     assert listed_routes(second)
     assert second.shards == SEVEN.shards != third.shards
-    with Director(warm, job) as cluster:
+    faults = [stopped("a", generation=Generation(number)) for number in (1, 2, 3)]
+    with Director(warm, job, faults) as cluster:
         cluster.start(*"abcdefg")
         cluster.assign(SEVEN)
-        for number, after in enumerate((second, third, fourth), 1):
-            cluster.wait(lambda n=number: has_stepped(cluster, n), f"generation {number}")
+        slow = cluster.workers[worker_named("a")]
+        for after in (second, third, fourth):
+            cluster.wait(lambda: is_stopped(slow.pid), "a stopped")
             cluster.assign(after, boundary=True)
+            cluster.let_go("a")
         cluster.wait_finished(fourth)
         assert moved_bytes(cluster, second) == {0}
         assert max(moved_bytes(cluster, third)) > 0
