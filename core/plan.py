@@ -63,6 +63,10 @@ class PipelineTemplate:
         return self.stages[-1].last_layer + 1
 
 
+#: Templates by their numbers of nodes.
+Templates = Mapping[int, PipelineTemplate]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pipeline:
     """Template placed on concrete nodes: one replica of the model."""

@@ -10,13 +10,12 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from oobleck.core.ids import Generation, NodeName, WorkerId
-from oobleck.core.plan import Plan
+from oobleck.core.plan import Plan, Templates
 from oobleck.core.profile import Profile
 from oobleck.core.ties import Ties
 from oobleck.planner.cost.estimate import SPLITTING_TIE, Replays
 from oobleck.planner.programs.compiler.schedule import splits_backward
 from oobleck.planner.programs.listing.schedule import listed_routes
-from oobleck.planner.recovery.placement import Templates
 from oobleck.planner.recovery.rules import Next, Reconfiguration
 from oobleck.planner.search.demand import Costed, Costs, Judge, by_formula
 

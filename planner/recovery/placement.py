@@ -12,9 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from oobleck.core.ids import Generation, NodeName, WorkerId
-from oobleck.core.plan import Pipeline, PipelineTemplate, Plan, place
+from oobleck.core.plan import Pipeline, PipelineTemplate, Plan, Templates, place
 
-Templates = Mapping[int, PipelineTemplate]
 Matrix = NDArray[np.float64]
 #: Holdings of a node's workers, by slot: first layer, layer after the last, part, parts.
 Kind = tuple[tuple[int, int, int, int], ...]

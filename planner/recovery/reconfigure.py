@@ -22,11 +22,11 @@ from fractions import Fraction
 
 from oobleck.core.errors import PlanInfeasible
 from oobleck.core.ids import Generation, NodeName
-from oobleck.core.plan import Plan
+from oobleck.core.plan import Plan, Templates
 from oobleck.core.profile import Profile
 from oobleck.core.units import are, count
 from oobleck.planner.recovery.changes import Change, by_rules, reshaped
-from oobleck.planner.recovery.placement import Seats, Slot, Templates, put_in_place, seat
+from oobleck.planner.recovery.placement import Seats, Slot, put_in_place, seat
 from oobleck.planner.recovery.rules import Reconfiguration
 from oobleck.planner.search.demand import (
     BAND,
