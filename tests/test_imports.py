@@ -197,7 +197,7 @@ DEEPEST = {"": 22, "planner": 12, "master": 17, "worker": 17}
 
 
 def modules() -> dict[str, set[str]]:
-    """All modules, each with those of ours that it imports; no circle."""
+    """Return all modules, each with those of ours that it imports."""
     paths = {}
     for path in (path for package in ALLOWED for path in files(package)):
         parts = path.relative_to(ROOT).with_suffix("").parts
