@@ -5,6 +5,7 @@ import re
 import secrets
 import socket
 import ssl
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,7 +23,7 @@ from oobleck.planner.report.planning import Planning
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto.control_pb2_grpc import OperatorStub, PkiStub
 from oobleck.proto.examinations import read_finding
-from oobleck.proto.secure import open_channel
+from oobleck.proto.secure import Channels
 
 DEADLINE_S = 5.0
 #: Time for which lost requests are repeated; a master restarts sooner.
@@ -68,6 +69,8 @@ _NO_MASTER = "the server there does not answer like an Oobleck master"
 _EARLIER = (
     "the master at {} runs an earlier release, which cannot do this: upgrade Oobleck on its host"
 )
+
+_CHANNELS = Channels(CHANNEL_OPTIONS)
 
 
 def _new_id() -> str:
@@ -117,7 +120,14 @@ class MasterClient:
         self.address = endpoint.address
         self._ask_again_s = ask_again_s
         self._secured = endpoint.credentials is not None
-        self._channels: list[grpc.Channel] = []
+        #: Name of the channels that it shares; empty: it has its own.
+        self._name = ""
+        self._lock = threading.Lock()
+        #: Channels, one for each address that was called.
+        self._channels: list[tuple[grpc.Channel, Endpoint]] = []
+        #: Streams that are read; `close` cancels them.
+        self._streams = set[Any]()
+        self._closed = False
         #: Calls by name, for each address that was called.
         self._stubs: dict[str, dict[str, Any]] = {}
         #: Whether the last call got no answer from `address`.
@@ -135,9 +145,21 @@ class MasterClient:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def share(self, name: str) -> "MasterClient":
+        """Use one connection with the clients of that name and these credentials; return this one.
+        Call it before any other method. At most three of them may read streams."""
+        self._name = name
+        return self
+
     def close(self) -> None:
-        for channel in self._channels:
-            channel.close()
+        """End all streams of this client, in any thread. May be repeated."""
+        with self._lock:
+            self._closed = True
+            channels, self._channels = self._channels, []
+        for stream in list(self._streams):
+            stream.cancel()
+        for channel, endpoint in channels:
+            _CHANNELS.leave(channel, endpoint, self._name)
 
     def submit(
         self, job: str, request_id: str, *, profile: str = "", profile_only: bool = False
@@ -324,24 +346,31 @@ class MasterClient:
     def _stream(self, method: str, request: Message) -> Iterator[Any]:
         with self._errors_as_lines():
             call = self._method(method)(request)
+            self._streams.add(call)
+            if self._closed:
+                call.cancel()
             try:
                 yield from call
             finally:  # close the stream if its reader stops early
                 call.cancel()
+                self._streams.discard(call)
 
     def _method(self, name: str) -> Any:
         """Return the call of that name, at the address that accepts a connection."""
         if len(self._endpoint.addresses) > 1 and not self._answers:
             self._seek()
-        if self.address not in self._stubs:
-            endpoint = dataclasses.replace(self._endpoint, address=self.address)
-            channel = open_channel(endpoint, CHANNEL_OPTIONS)
-            self._channels.append(channel)
-            self._stubs[self.address] = {
-                **vars(OperatorStub(channel)),  # type: ignore[no-untyped-call]  # generated
-                **vars(PkiStub(channel)),  # type: ignore[no-untyped-call]  # generated
-            }
-        return self._stubs[self.address][name]
+        with self._lock:
+            if self._closed:
+                raise ValueError("the client is closed")
+            if self.address not in self._stubs:
+                endpoint = dataclasses.replace(self._endpoint, address=self.address)
+                channel = _CHANNELS.take(endpoint, self._name)
+                self._channels.append((channel, endpoint))
+                self._stubs[self.address] = {
+                    **vars(OperatorStub(channel)),  # type: ignore[no-untyped-call]  # generated
+                    **vars(PkiStub(channel)),  # type: ignore[no-untyped-call]  # generated
+                }
+            return self._stubs[self.address][name]
 
     def _seek(self) -> None:
         """Choose the first address that accepts a connection, beginning with the present one.

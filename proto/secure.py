@@ -4,6 +4,7 @@ A client shows its own certificate and accepts only a master's certificate from 
 authority, at whatever address. Must not know calls.
 """
 
+import threading
 from collections.abc import Sequence
 
 import grpc
@@ -43,3 +44,34 @@ def open_aio_channel(endpoint: Endpoint, options: Options) -> grpc.aio.Channel:
         channel_credentials(endpoint.credentials),
         options=(*options, *_DIRECT, *_TARGET),
     )
+
+
+class Channels:
+    """Channels of this process. Those of one name and endpoint are one, open until its last user
+    leaves it."""
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self._lock = threading.Lock()
+        #: Channel with a name, and number of its users.
+        self._shared: dict[tuple[Endpoint, str], tuple[grpc.Channel, int]] = {}
+
+    def take(self, endpoint: Endpoint, name: str) -> grpc.Channel:
+        """Return the channel of that name, or one of its own for an empty name."""
+        if not name:
+            return open_channel(endpoint, self._options)
+        with self._lock:
+            found = self._shared.get((endpoint, name))
+            channel, users = found or (open_channel(endpoint, self._options), 0)
+            self._shared[endpoint, name] = channel, users + 1
+            return channel
+
+    def leave(self, channel: grpc.Channel, endpoint: Endpoint, name: str) -> None:
+        """Undo one `take`."""
+        if name:
+            with self._lock:
+                _, users = self._shared.pop((endpoint, name))
+                if users > 1:
+                    self._shared[endpoint, name] = channel, users - 1
+                    return
+        channel.close()

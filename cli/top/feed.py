@@ -81,7 +81,7 @@ class Feed:
         self.master.close()
 
     def _connect(self) -> MasterClient:
-        return MasterClient(self._endpoint)
+        return MasterClient(self._endpoint).share("cluster")
 
     def look(self) -> View:
         self._cluster.touch()

@@ -115,6 +115,11 @@ class Following:
         self.trouble = trouble(failure, self.trouble, away=away)
 
 
+def sharing(connect: Connect, name: str) -> Connect:
+    """Have all that `connect` makes share one connection with others of that name."""
+    return lambda: connect().share(name)
+
+
 def trouble(failure: Exception, before: Trouble | None, *, away: bool) -> Trouble:
     """Return the trouble after `failure`. `before`: the trouble so far."""
     since = before.since if before is not None else time.time()
@@ -292,6 +297,7 @@ class JobFeed:
         self._incidents: dict[int, Mapping[str, Any]] = {}
         self._changes = deque[Mapping[str, Any]](maxlen=_MOST_CHANGES)
         self._step_s: dict[int, deque[float]] = {}
+        connect = sharing(connect, job_id)
         self.steps = Following(connect, self._read_steps, f"steps of {job_id}")
         self.happenings = Following(connect, self._read_events, f"events of {job_id}")
         self.steps.start()
@@ -383,6 +389,7 @@ class LogFeed:
         self._lock = threading.Lock()
         self._position = LogPosition(time=since)
         self._lines = deque[Line](maxlen=MOST_LINES)
+        connect = sharing(connect, job_id)
         self.following = Following(connect, self._read, f"output of {job_id}")
         self.following.start()
 
