@@ -166,6 +166,13 @@ class Attacker:
     async def streams(self) -> None:
         await self.keep(32, 64, self._following())
 
+    async def held(self) -> None:
+        """Connections that stay after a call, one after the other, as many as there may be."""
+        async with contextlib.AsyncExitStack() as stack:
+            while True:
+                channel = await stack.enter_async_context(self._channel())
+                await self.call(channel, "/oobleck.Operator/GetJob", (self._job,))
+
     async def unread(self) -> None:
         """Calls whose answers nobody takes."""
         async with contextlib.AsyncExitStack() as stack:
@@ -205,8 +212,8 @@ class Attacker:
 
 
 COMMON: tuple[str, ...] = (
-    "large", "allowed", "empty", "empty_large", "compressed", "repeated", "streams", "unread",
-    "connections",
+    "large", "allowed", "empty", "empty_large", "compressed", "repeated", "streams", "held",
+    "unread", "connections",
 )  # fmt: skip
 OF_AGENTS = (*COMMON, "recordings", "reports", "registrations")
 

@@ -28,6 +28,7 @@ _REQUEST = struct.Struct("=BBBxI2s2x36x8s")
 _ANSWER = struct.Struct("=B5x2s16x16s")
 #: ESTABLISHED; and CLOSE_WAIT, where the other end has closed and this process not yet.
 _STATES = 1 << 1 | 1 << 8
+_FAMILIES = (socket.AF_INET, socket.AF_INET6)
 _ANY_COOKIE = b"\xff" * 8
 _RECEIVED_BYTES = 256 << 10
 #: The kernel answers in milliseconds; this bounds the wait if it does not.
@@ -123,6 +124,26 @@ class Port:
                 else:
                     let_all_in(listening)
 
+    def close(self, peers: Collection[Peer]) -> None:
+        """Close the connections of these peers; their owner finds them ended."""
+        for descriptor in _open_files():
+            with contextlib.suppress(OSError):  # another kind of file, or closed meanwhile
+                # A copy: the owner may close its own amid this, and another file take its number.
+                copy = os.dup(descriptor)
+                try:
+                    with _lent(copy) as one:
+                        if self._peer_of(one) in peers:
+                            one.shutdown(socket.SHUT_RDWR)
+                finally:
+                    os.close(copy)
+
+    def _peer_of(self, one: socket.socket) -> Peer | None:
+        """Return the peer of a connection to the port; None: it is none. Raises OSError."""
+        if one.family not in _FAMILIES or one.getsockname()[1] != self._port:
+            return None
+        host, port, *_ = one.getpeername()
+        return packed(host), port
+
 
 def favour(listening: socket.socket, hosts: Collection[str], one_of: int = ONE_OF) -> None:
     """Accept all calls from `hosts` (for IPv6: from their networks of 64 bits), and one in `one_of`
@@ -168,13 +189,17 @@ def _lent(descriptor: int) -> Iterator[socket.socket]:
         found.detach()
 
 
+def _open_files() -> list[int]:
+    return [int(name) for name in os.listdir("/proc/self/fd")]
+
+
 def _listening(port: int) -> dict[int, int]:
     """Return the families of the sockets that listen on the port, by descriptor."""
     found: dict[int, int] = {}
-    for descriptor in [int(name) for name in os.listdir("/proc/self/fd")]:
+    for descriptor in _open_files():
         with contextlib.suppress(OSError), _lent(descriptor) as one:  # other open files
             if (
-                one.family in (socket.AF_INET, socket.AF_INET6)
+                one.family in _FAMILIES
                 and one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
                 and one.getsockname()[1] == port
             ):

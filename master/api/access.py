@@ -36,6 +36,8 @@ log = logging.getLogger(__name__)
 MOST_RECEIVED_BYTES = (2 << 20) + (64 << 10)
 #: Bytes of a call that are taken before anybody reads it; then as many as its message has.
 MOST_AHEAD_BYTES = 16 << 10
+#: Content of a TLS record to a client: each connection has a buffer for one, of 16 KiB by default.
+MOST_RECORD_BYTES = 4 << 10
 #: Largest request, where `_LARGER` has no other limit.
 MOST_REQUEST_BYTES = 64 << 10
 #: Calls of one holder of certificates at a time: a dashboard has at most 112, for 32 jobs.
@@ -148,6 +150,7 @@ def server_options(detection: Detection, *, secured: bool) -> tuple[tuple[str, i
         # have it too.
         ("grpc.http2.bdp_probe", 0),
         ("grpc.http2.lookahead_bytes", MOST_AHEAD_BYTES),
+        ("grpc.tsi.max_frame_size", MOST_RECORD_BYTES),
         # A few bytes may be megabytes when they are decompressed, which happens before the caller
         # is known. No client of ours compresses, and a compressed request is no message.
         ("grpc.per_message_decompression", 0),

@@ -1,11 +1,11 @@
 """The connections to the master's port, and how many of them may wait.
 
 A connection is *proven* once a call with a certificate of this cluster was allowed on it. It is not
-if the certificate's holder is revoked or has too many connections. All others wait: in their
-handshake, silent, with garbage, or with a join token. gRPC has only one limit for all connections,
-so one host could take all of them, and the memory too. So each source has a share of the waiting
-connections. A source with more gets no new ones until it has had less for a while. The share is
-large enough for a crowd of agents behind one address.
+if the certificate's holder is revoked. Of a holder with too many proven connections the newest are
+closed. All others wait: in their handshake, silent, with garbage, or with a join token. gRPC has
+only one limit for all connections, so one host could take all of them, and the memory too. So each
+source has a share of the waiting connections. A source with more gets no new ones until it has had
+less for a while. The share is large enough for a crowd of agents behind one address.
 
 A connection on which a call was denied counts as many waiting ones, also for a while after its end.
 After some denials it has one more a second. So the denied can have the master do only a bounded
@@ -37,7 +37,8 @@ log = logging.getLogger(__name__)
 MOST_OF_SOURCE = 2048
 #: Waiting connections of all sources; where there are more, each source's share is less.
 MOST_WAITING = 4096
-#: Proven connections of one holder of certificates: an agent has one, `oobleck` one for each run.
+#: Proven connections of one holder of certificates, each of some 60 KiB: an agent has one, a run of
+#: `oobleck` two at most, a dashboard 48.
 MOST_OF_HOLDER = 64
 #: Waiting connections that one with a denied call counts as, until `REFUSED_S` after the last
 #: denial.
@@ -55,8 +56,8 @@ _AGENT_S = 3600.0
 _NETWORK_BYTES = 8
 
 #: Time between two looks at all connections, which take 2 ms for a thousand. A look comes earlier
-#: once `_GROWTH` more files are open. Kernels before 6.2 do not tell the number of open files, so
-#: there all looks are as close as `_BLIND_LOOK_S`.
+#: once `_GROWTH` more files are open, or a holder has too many connections. Kernels before 6.2 do
+#: not tell the number of open files, so there all looks are as close as `_BLIND_LOOK_S`.
 _LOOK_S = 1.0
 _BLIND_LOOK_S = 0.2
 _GLANCE_S = 0.05
@@ -132,7 +133,10 @@ class Connections:
         self._denied: dict[str, tuple[Budget, float]] = {}
         #: Time when a source's agent was last seen to have a proven connection.
         self._agent_at: dict[bytes, float] = {}
-        self._told_at: dict[bytes, float] = {}
+        #: Number of each holder's connections in `_known`.
+        self._of_holder: Counter[str] = Counter()
+        #: Time of the last line in the log about a source, or a holder.
+        self._told_at: dict[str, float] = {}
         #: All connections at the last look.
         self._seen: frozenset[Peer] = frozenset()
         #: Sources that get no new connections now.
@@ -149,6 +153,8 @@ class Connections:
         # One token may have made many connections before it lets anybody in.
         if peer not in self._known and not (who is not None and who.token):
             self._known[peer] = _address_of(peer), who
+            if who is not None:
+                self._of_holder[who.uri] += 1
 
     async def denied(self, peer: str) -> None:
         """Count a denied call of this peer. Returns when it may be answered."""
@@ -180,25 +186,31 @@ class Connections:
             await asyncio.sleep(_GLANCE_S)
             are_open = open_files()
             look_s = _LOOK_S if are_open else _BLIND_LOOK_S
-            if self._now() < looked_at + look_s and are_open < were_open + _GROWTH:
+            has_room = max(self._of_holder.values(), default=0) <= MOST_OF_HOLDER
+            is_early = self._now() < looked_at + look_s and are_open < were_open + _GROWTH
+            if is_early and has_room:
                 continue
             looked_at, were_open = self._now(), are_open
             # A thread looks, since many connections take a while.
             waiting = await asyncio.to_thread(self.waiting, there)
+            self._of_holder = Counter(who.uri for _, who in self._known.values() if who is not None)
             before, self.refused = self.refused, refusals.look(waiting, self._now())
             if self.refused != before:
                 there.refuse(self.refused, partly=set(filter(self._has_agent, self.refused)))
-                self._tell(self.refused - before, waiting)
+                found = {name_of(one): waiting[one] for one in self.refused - before}
+                self._tell("too many connections that make no call, refused", found)
 
     def waiting(self, there: Port) -> Counter[bytes]:
-        """Count the waiting connections by source. Raises OSError."""
+        """Count the waiting connections by source, and close those that a holder has too many.
+        Raises OSError."""
         known = list(self._known.items())  # the kernel's answer lacks later ones
         waiting = set(there.peers())
         if waiting != self._seen:
-            # Each connection had 64 KiB, and each of its calls 30. This takes 0.1 ms.
+            # Each connection had 60 KiB, and each of its calls 20. This takes 0.1 ms.
             give_back()
         self._seen = frozenset(waiting)
         of_holder: Counter[str] = Counter()
+        surplus = set[Peer]()
         for name, (peer, who) in known:
             if peer not in waiting or (who is not None and self._was_revoked(who)):
                 del self._known[name]
@@ -209,14 +221,20 @@ class Connections:
                 self._agent_at[source_of(peer[0])] = self._now()
             if who is None or of_holder[who.uri] <= MOST_OF_HOLDER:
                 waiting.discard(peer)
+            else:
+                surplus.add(peer)
+        if surplus:
+            there.close(surplus)
+            found = {who: count for who, count in of_holder.items() if count > MOST_OF_HOLDER}
+            self._tell("too many connections of one holder, the newest are closed", found)
         self._forget_agents()
-        found = Counter(source_of(address) for address, _ in waiting)
+        by_source = Counter(source_of(address) for address, _ in waiting)
         for name, (_, at) in list(self._denied.items()):
             if self._now() < at + REFUSED_S:
-                found[source_of(_address_of(name)[0])] += DENIED_COUNTS_AS
+                by_source[source_of(_address_of(name)[0])] += DENIED_COUNTS_AS
             else:
                 del self._denied[name]
-        return found
+        return by_source
 
     def _forget_agents(self) -> None:
         now = self._now()
@@ -226,11 +244,10 @@ class Connections:
         """Return whether an agent there has a proven connection, or had one not long ago."""
         return self._now() < self._agent_at.get(source, -math.inf) + _AGENT_S
 
-    def _tell(self, sources: Iterable[bytes], waiting: Mapping[bytes, int]) -> None:
+    def _tell(self, what: str, found: Mapping[str, int]) -> None:
         now = self._now()
         self._told_at = {one: at for one, at in self._told_at.items() if now < at + _TELL_S}
-        for source in sources:
+        for source, count in found.items():
             if source not in self._told_at and len(self._told_at) < MOST_REFUSED:
                 self._told_at[source] = now
-                fields = {"source": name_of(source), "connections": waiting[source]}
-                log.warning("too many connections that make no call, refused", extra=fields)
+                log.warning(what, extra={"source": source, "connections": count})

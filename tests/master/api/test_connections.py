@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import ctypes
+import select
 import socket
 import time
 from pathlib import Path
@@ -192,6 +193,40 @@ def test_a_holder_has_some_connections_that_do_not_wait_until_it_is_revoked() ->
         assert waiting() == 2
         revoked.add(eve)
         assert waiting() == MOST_OF_HOLDER + 2
+
+
+def test_of_a_holder_who_has_too_many_connections_the_newest_are_closed() -> None:
+    eve, ann = Identity(role="viewer", name="eve"), Identity(role="viewer", name="ann")
+    with (
+        socket.create_server((HERE, 0), backlog=2 * MOST_OF_HOLDER) as server,
+        socket.create_server((HERE, 0)) as elsewhere,
+        Port(server.getsockname()[1]) as watched,
+        contextlib.ExitStack() as ends,
+    ):
+        connections = Connections(time.monotonic, lambda who: False)
+
+        def connection(at: socket.socket) -> socket.socket:
+            one = ends.enter_context(connect(HERE, at.getsockname()[1]))
+            ends.enter_context(at.accept()[0])
+            return one
+
+        def call(who: Identity) -> socket.socket:
+            one = connection(server)
+            connections.allowed(grpc_name(one), who)
+            return one
+
+        def open_ones(some: list[socket.socket]) -> list[socket.socket]:
+            ended, _, _ = select.select(some, (), (), 0)
+            return [one for one in some if one not in ended]
+
+        others = [connection(server), connection(elsewhere), call(ann)]
+        first = [call(eve) for _ in range(MOST_OF_HOLDER)]
+        connections.waiting(watched)
+        assert open_ones(first) == first
+        newest = [call(eve) for _ in range(3)]
+        connections.waiting(watched)
+        assert [one.recv(1) for one in newest] == [b""] * len(newest)
+        assert open_ones([*others, *first]) == [*others, *first]
 
 
 def test_free_memory_goes_back_once_connections_have_come_or_gone() -> None:

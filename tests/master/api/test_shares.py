@@ -288,12 +288,14 @@ def test_a_dashboard_of_as_many_jobs_as_it_shows_has_all_its_calls(tmp_path: Pat
         secured = Secured(tmp_path, f"--metrics-listen={page}")
         stack.callback(secured.close)
 
-        def open_calls(method: str) -> int:
+        def figure(name: str) -> int:
             with urllib.request.urlopen(f"http://{page}/metrics") as told:
                 text = told.read().decode()
-            name = f'oobleck_grpc_open_calls{{method="{method}"}} '
-            found = text.partition(name)[2].split()  # nothing before the first such call
+            found = text.partition(f"\n{name} ")[2].split()  # nothing before the first such call
             return round(float(found[0])) if found else 0
+
+        def open_calls(method: str) -> int:
+            return figure(f'oobleck_grpc_open_calls{{method="{method}"}}')
 
         viewer = Endpoint(address=secured.address, credentials=holder(secured, "viewer", "dash"))
         operator = Endpoint(address=secured.address, credentials=read_credentials(secured.operator))
@@ -315,3 +317,5 @@ def test_a_dashboard_of_as_many_jobs_as_it_shows_has_all_its_calls(tmp_path: Pat
         for shown, output in feeds:
             for one in (shown.steps, shown.happenings, output.following):
                 assert one.trouble is None
+        # A connection for each job; the cluster and the operator have one.
+        assert 0 < figure("oobleck_grpc_connections") <= MOST_FEEDS + 2
