@@ -283,8 +283,8 @@ def _sizes(model: AnyModel) -> list[str]:
 
 
 def _state_precision(precision: Precision) -> str:
-    """Return the precision of the state: fp32 in a bf16 job, which only computes in bf16."""
-    return "fp32" if precision == "bf16" else precision
+    """Return the precision of the state: fp32 in jobs that only compute in bf16 or fp8."""
+    return "fp32" if precision in ("bf16", "fp8") else precision
 
 
 def _shown(value: object) -> str:

@@ -46,7 +46,7 @@ def start(launch: Launch, control: Control) -> tuple[WorkerContext, Data]:
     connector = Connector(launch)
     torch.set_float32_matmul_precision(job.training.float32_matmul)
     _check_places(job)
-    precision.check(job)
+    precision.check(job, connector.device)
     # All CPU workers of a node run the same code in the same memory; the first one's check holds.
     alike = connector.device.type == "cpu" and launch.worker.slot > 0
     with on_this_node(job, control, launch.ready_by):

@@ -35,6 +35,8 @@ def _gpt2_count(config: Config, length: int) -> Counts:
         block=LayerCount(
             parameters=matrices + 9 * hidden + inner,
             flops=2.0 * matrices + 4.0 * length * hidden,
+            linear=matrices,
+            taken=3 * hidden + inner,
             kept=8 * hidden + 2 * inner + scores,
             kept_wide=scores,
             masks=scores + (2 * hidden if config["resid_pdrop"] else 0),
@@ -150,6 +152,8 @@ def _llama_count(config: Config, length: int) -> Counts:
         block=LayerCount(
             parameters=matrices + biases + 2 * hidden,
             flops=2.0 * matrices + 4.0 * length * width * heads,
+            linear=matrices,
+            taken=2 * hidden + width * heads + inner,
             kept=2 * width * (heads + shared) + 4 * inner + 4 * hidden + scores,
             kept_wide=2 * hidden + scores,
             masks=scores,
@@ -255,6 +259,8 @@ def _bert_count(config: Config, length: int) -> Counts:
         block=LayerCount(
             parameters=matrices + 9 * hidden + inner,
             flops=2.0 * matrices + 4.0 * length * hidden,
+            linear=matrices,
+            taken=3 * hidden + inner,
             kept=8 * hidden + 2 * inner + scores,
             kept_wide=scores,
             masks=scores + (2 * hidden if dropout else 0),

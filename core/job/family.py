@@ -165,6 +165,10 @@ class LayerCount:
     parameters: int
     #: Multiplications and additions of one token's forward.
     flops: float
+    #: Weights of linear layers that may multiply in float8, and the numbers per token that they
+    #: take.
+    linear: int = 0
+    taken: int = 0
     #: Numbers per token kept from the forward to the backward, in the precision of computing.
     #: `kept_wide` counts those in float32 even under bf16: some norms, softmax, losses.
     kept: int = 0

@@ -17,9 +17,13 @@ from oobleck.core.redact import redact
 from oobleck.core.schedules import Schedule
 from oobleck.core.units import parse_seconds
 
-Precision = Literal["fp32", "bf16", "fp64"]
+Precision = Literal["fp32", "bf16", "fp8", "fp64"]
+#: Recipes of float8 products, by torchao's names.
+Float8Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
 Products = Literal["highest", "high", "medium"]
 Recompute = Literal["none", "layer"]
+#: Sizes of factors in float8 are multiples of this.
+FLOAT8_MULTIPLE = 16
 GradientSums = Literal["full", "bf16"]
 OnStateLost = Literal["fail", "restart"]
 RecoveryPolicy = Literal["auto", "templates", "reroute", "shadow", "uneven", "morph", "wait"]
@@ -100,6 +104,8 @@ class TrainingSpec:
     microbatch: Count = 1
     seed: Annotated[int, Meta(ge=0, le=MOST)] = 0
     precision: Precision = "fp32"
+    #: Scales of products in float8, in fp8 jobs.
+    fp8_recipe: Float8Recipe = "tensorwise"
     #: Precision of float32 matrix products, by torch's names.
     float32_matmul: Products = "highest"
     #: Type of gradients on their way to be summed: as trained, or rounded.
@@ -121,6 +127,11 @@ class TrainingSpec:
 
     def __post_init__(self) -> None:
         check_paths("path", [self.optimizer.path])
+        if self.fp8_recipe != "tensorwise" and self.precision != "fp8":
+            raise ValueError(
+                f"fp8_recipe: {self.fp8_recipe} scales products in float8, and precision is "
+                f"{self.precision}; set precision to fp8, or leave the recipe out"
+            )
         if self.gradient_sums == "bf16" and self.precision == "fp64":
             raise ValueError(
                 "gradient_sums: bf16 rounds gradients to 8 bits, and precision is fp64; leave it "
@@ -136,6 +147,11 @@ class TrainingSpec:
                 f"microbatch: {self.microbatch} does not divide global_batch "
                 f"({self.global_batch}); choose a divisor of it"
             )
+
+    @property
+    def narrow(self) -> bool:
+        """True if layers compute in bfloat16, some products perhaps in float8."""
+        return self.precision in ("bf16", "fp8")
 
     @property
     def wanted_schedule(self) -> Schedule | None:
@@ -306,6 +322,13 @@ class JobSpec:
             raise ValueError(
                 f"compile: dropout ({self.model.dropout}) of a built-in model draws by sample, "
                 "which compiled code cannot; set dropout to 0, or leave compile out"
+            )
+        hidden = self.model.hidden if isinstance(self.model, ModelSpec) else 0
+        if self.training.precision == "fp8" and hidden % FLOAT8_MULTIPLE:
+            raise ValueError(
+                f"precision: fp8 multiplies matrices whose sizes are multiples of "
+                f"{FLOAT8_MULTIPLE}, and the model has {hidden} hidden units; choose such a "
+                "number, or set precision to bf16"
             )
         if self.training.microbatches < self.fault_tolerance + 1:
             raise ValueError(

@@ -106,7 +106,7 @@ class OperatorService(rpc.OperatorServicer):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error)[:MOST_DETAILS])
         refused, by_all = code_refused(self._master.state, spec)
         if by_all and request.request_id not in self._master.state.requests:
-            text = f"no node runs the job's code: {refused}"[:_MOST_REFUSED]
+            text = f"no node runs the job: {refused}"[:_MOST_REFUSED]
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, text)
         job_id = await self._requests(context).submit(
             request.request_id, spec, profile=profile, profile_only=request.profile_only

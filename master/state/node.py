@@ -13,6 +13,7 @@ import msgspec
 from oobleck.core.ids import Generation, Incarnation, JobId
 from oobleck.core.job.spec import JobSpec
 from oobleck.host.versions import series
+from oobleck.planner.profile.machine import why_no_float8
 from oobleck.proto.types import Assignment, NodeFacts, NodeStatus
 
 
@@ -165,9 +166,12 @@ class Node:
         return Build(torch=series(versions.torch), engine=versions.engine)
 
     def refuses(self, job: JobSpec) -> str:
-        """Return why the node does not run the job's code; empty: it does, or is not known."""
+        """Return why the node does not run the job's code, or lacks its products; empty: it runs
+        the job, or that is not known."""
         policy = self.facts.code
-        return "" if policy is None else policy.why_not(job.functions, brought=bool(job.code))
+        why = policy.why_not(job.functions, brought=bool(job.code)) if policy else ""
+        wants = job.training.precision == "fp8"
+        return why or (why_no_float8(self.facts.device_kind) if wants else "")
 
     def why_not_in(self, job: JobSpec, wanted: Build) -> str:
         """Return why the node cannot take part in the job beside nodes with that build; empty: it

@@ -34,6 +34,11 @@ _NOMINAL_BYTES_PER_S = 5e9
 #: compiled ones, which combine neighbouring operations.
 _PASSES = 2
 _COMPILED_PASSES = 1
+#: Bytes read or written per number that is rounded to float8: a pass finds the scale and one
+#: rounds. Kernels of torch need three for that, in float32, and so many bytes of memory.
+_CAST_BYTES = 21
+_COMPILED_CAST_BYTES = 5
+_CAST_WORKING_BYTES = 5
 #: Times that an update reads or writes each byte of the state. Norm, clip and AdamW read and write
 #: weights, gradients and moments; then the gradients are cleared.
 _UPDATE_PASSES = 2.25
@@ -213,6 +218,8 @@ def _counts(model: ModelSpec) -> Counts:
             # Plus weight and bias of two layer norms.
             parameters=matrices + 4 * hidden,
             flops=2.0 * matrices + 4.0 * length * hidden,
+            linear=matrices,
+            taken=7 * hidden,
             # qkv, attention output, MLP (up, GELU); norms and residuals
             kept=16 * hidden,
             masks=2 * hidden if model.dropout else 0,
@@ -331,7 +338,18 @@ def _layer(
     narrow = 0 if wide else narrow_bytes(counted.parameters, job.training.precision)
     products_s = _rows(job) * counted.flops / machine.flops_per_s(job.training)
     moved = passes * activation_bytes + (0 if wide else narrow)
-    forward_s = products_s + _moving_s(moved, machine, nominal=False)
+    wide_s = products_s + _moving_s(moved, machine, nominal=False)
+    forward_s, weights_s = wide_s, wide_s
+    if job.training.precision == "fp8":
+        each = _COMPILED_CAST_BYTES if job.training.compile else _CAST_BYTES
+        casts = (counted.linear + _rows(job) * counted.taken) * each
+        gain_s = machine.float8_gain_s(2.0 * counted.linear * _rows(job))
+        forward_s += _moving_s(casts, machine, nominal=False) - gain_s
+        if job.training.fp8_recipe != "rowwise_with_gw_hp":
+            weights_s = forward_s
+        # The larger factor of a product: a third of the weights, or half of what they take.
+        factor = max(counted.linear // 3, _rows(job) * counted.taken // 2)
+        blocks = [*blocks, factor * (1 if job.training.compile else _CAST_WORKING_BYTES)]
     if machine.is_gpu:
         forward_s = max(forward_s, machine.least_s)
     again = job.training.recompute == "layer"
@@ -344,7 +362,7 @@ def _layer(
     return LayerProfile(
         name=name,
         forward_s={1: forward_s},
-        backward_s={1: (2 + again) * forward_s},
+        backward_s={1: (1 + again) * forward_s + max(forward_s, weights_s)},
         parameter_bytes=_wide_bytes(job, counted.parameters),
         state_bytes=state_bytes(counted.parameters, job.training) + narrow,
         moved_bytes=moved_bytes(counted.parameters, job.training),
@@ -373,8 +391,8 @@ def with_sums(layer: LayerProfile, training: TrainingSpec) -> LayerProfile:
 def gathered_bytes(job: JobSpec, number: int, parameter_bytes: int) -> int:
     """Return the bytes of the weights of layer `number` as it computes with them.
 
-    In a bf16 job the weights of a built-in model, except for its embedding, have half the bytes of
-    the trained ones.
+    In a bf16 or fp8 job the weights of a built-in model, except for its embedding, have half the
+    bytes of the trained ones.
     """
-    narrow = job.training.precision == "bf16" and isinstance(job.model, ModelSpec) and number > 0
+    narrow = job.training.narrow and isinstance(job.model, ModelSpec) and number > 0
     return parameter_bytes // 2 if narrow else parameter_bytes

@@ -27,6 +27,8 @@ class Machine:
     peak_flops_per_s: Mapping[Precision, float]
     #: Peak of float32 where the job allows TF32; 0: the same as without.
     tf32_flops_per_s: float = 0.0
+    #: Peak of products in float8; 0: it has none, or is unknown and counted as in bfloat16.
+    float8_flops_per_s: float = 0.0
     #: Share of the peak that products reach.
     products_share: float = _PRODUCTS_SHARE
     #: Rate of reads and writes beside products; None: they count for users' models only.
@@ -49,6 +51,7 @@ class Machine:
             self,
             peak_flops_per_s={name: peak / by for name, peak in self.peak_flops_per_s.items()},
             tf32_flops_per_s=self.tf32_flops_per_s / by,
+            float8_flops_per_s=self.float8_flops_per_s / by,
             memory_bytes_per_s=self.memory_bytes_per_s / by,
             intra_node_bytes_per_s=self.intra_node_bytes_per_s / by,
             inter_node_bytes_per_s=self.inter_node_bytes_per_s / by,
@@ -60,14 +63,22 @@ class Machine:
         return self.memory_bytes > 0
 
     def peak(self, training: TrainingSpec) -> float:
-        """Return the peak FLOP/s for a job."""
+        """Return the peak FLOP/s for a job. For an fp8 job it is that of bfloat16, in which it
+        still computes attention and the head."""
         if training.precision == "fp32" and training.float32_matmul != "highest":
             return self.tf32_flops_per_s or self.peak_flops_per_s["fp32"]
-        return self.peak_flops_per_s[training.precision]
+        return self.peak_flops_per_s["bf16" if training.narrow else training.precision]
 
     def flops_per_s(self, training: TrainingSpec) -> float:
         """Return the rate that products reach."""
         return self.products_share * self.peak(training)
+
+    def float8_gain_s(self, flops: float) -> float:
+        """Return the time that so many operations save in float8, compared to bfloat16."""
+        if not self.float8_flops_per_s:
+            return 0.0
+        times = 1 / self.peak_flops_per_s["bf16"] - 1 / self.float8_flops_per_s
+        return flops * times / self.products_share
 
 
 #: One CPU core, and loopback or a 25 Gbit/s network. Only the proportions of its times are
@@ -88,6 +99,7 @@ def _gpu(
     name: str,
     *,
     bf16: float,
+    fp8: float = 0.0,
     tf32: float,
     fp32: float,
     fp64: float,
@@ -103,6 +115,7 @@ def _gpu(
         name=name,
         peak_flops_per_s={"bf16": bf16 * 1e12, "fp32": fp32 * 1e12, "fp64": fp64 * 1e12},
         tf32_flops_per_s=tf32 * 1e12,
+        float8_flops_per_s=fp8 * 1e12,
         memory_bytes_per_s=_MEMORY_SHARE * memory * 1e9,
         intra_node_bytes_per_s=_LINKS_SHARE * links * 1e9,
         inter_node_bytes_per_s=_LINKS_SHARE * network * 1e9,
@@ -113,8 +126,16 @@ def _gpu(
     )
 
 
-_BLACKWELL = {"bf16": 2250.0, "tf32": 1125.0, "fp32": 75.0, "fp64": 37.0}
-_HOPPER = {"bf16": 989.0, "tf32": 494.0, "fp32": 67.0, "fp64": 67.0, "links": 450, "network": 50}
+_BLACKWELL = {"fp8": 4500.0, "bf16": 2250.0, "tf32": 1125.0, "fp32": 75.0, "fp64": 37.0}
+_HOPPER = {
+    "fp8": 1979.0,
+    "bf16": 989.0,
+    "tf32": 494.0,
+    "fp32": 67.0,
+    "fp64": 67.0,
+    "links": 450,
+    "network": 50,
+}
 _AMPERE = {"bf16": 312.0, "tf32": 156.0, "fp32": 19.5, "fp64": 19.5}
 _NVLINK_3 = {"links": 300, "network": 25}
 GPUS: Mapping[str, Machine] = {
@@ -163,6 +184,18 @@ def machine_of(device_kind: str) -> Machine:
 def _board(name: str) -> Machine:
     known = _BOARDS.get(name.removeprefix("NVIDIA "))
     return OTHER_GPU if known is None else GPUS[known]
+
+
+def why_no_float8(device_kind: str) -> str:
+    """Return why a known kind of GPU has no products in float8; empty: it has, or is not known."""
+    match = _KIND.fullmatch(device_kind)
+    lacking = [name for name in match["names"].split(", ") if _lacks_float8(name)] if match else []
+    return f"{lacking[0]} has no products in float8 (training.precision: fp8)" if lacking else ""
+
+
+def _lacks_float8(board: str) -> bool:
+    known = _board(board)
+    return known is not OTHER_GPU and not known.float8_flops_per_s
 
 
 def slowest_of(device_kinds: Collection[str], training: TrainingSpec) -> Machine:

@@ -65,6 +65,8 @@ def profile_key(
     }
     if training.gradient_sums != "full":
         matters["gradient_sums"] = training.gradient_sums
+    if training.precision == "fp8":
+        matters["fp8_recipe"] = training.fp8_recipe
     if training.compile:
         matters["compile"] = True
     digest = hashlib.sha256(encode(matters)).hexdigest()[:16]

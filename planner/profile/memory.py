@@ -8,9 +8,9 @@ from collections.abc import Iterable
 from oobleck.core.job.spec import Precision, TrainingSpec
 
 #: Bytes of a trained weight, a gradient or a moment.
-STATE_ITEM_BYTES: dict[Precision, int] = {"fp32": 4, "bf16": 4, "fp64": 8}
+STATE_ITEM_BYTES: dict[Precision, int] = {"fp32": 4, "bf16": 4, "fp8": 4, "fp64": 8}
 #: Bytes of a number that a layer computes with: a weight, or an activation kept for the backward.
-ACTIVATION_ITEM_BYTES: dict[Precision, int] = {"fp32": 4, "bf16": 2, "fp64": 8}
+ACTIVATION_ITEM_BYTES: dict[Precision, int] = {"fp32": 4, "bf16": 2, "fp8": 2, "fp64": 8}
 
 #: Divisor of the memory that is left free. Caching allocators hold 5 to 8% that no tensor of a
 #: fitting size can use. While layer state moves, sends and receives need extra buffers.
@@ -177,4 +177,5 @@ def narrow_bytes(parameters: int, precision: Precision) -> int:
     """Return the bytes of the copy of the weights that a layer computes with, if its type
     differs.
     """
-    return parameters * ACTIVATION_ITEM_BYTES[precision] if precision == "bf16" else 0
+    narrow = ACTIVATION_ITEM_BYTES[precision]
+    return parameters * narrow if narrow < STATE_ITEM_BYTES[precision] else 0

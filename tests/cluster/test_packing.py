@@ -67,7 +67,7 @@ def test_a_job_whose_code_no_node_runs_does_not_queue(cluster: LocalCluster, fir
     done = submit(cluster, first)
     assert done.returncode == 2
     *_, line = done.stderr.strip().splitlines()
-    assert line.startswith("oobleck: no node runs the job's code: ")
+    assert line.startswith("oobleck: no node runs the job: ")
     assert "start the agent with --accept-code" in line
     assert line.endswith(": n1, n2")
     done = submit(cluster, first, "--no-pack")

@@ -6,8 +6,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from oobleck.core.job.spec import Float8Recipe
 from oobleck.model import Model, initial, seed_all
 from oobleck.worker.data.objective import Order
+from support.float8 import emulate
 
 BATCH, MICROBATCH, STEPS, RATE, SEED = 16, 2, 14, 1.0e-3, 7
 
@@ -18,10 +20,14 @@ def plain_loop(
     dtype: torch.dtype,
     *,
     drawing: bool = False,
+    recipe: Float8Recipe | None = None,
     steps: int = STEPS,
 ) -> tuple[list[float], nn.Sequential]:
-    """Trains all layers in one process; the losses. `drawing`: layers are seeded as workers do."""
+    """Trains all layers in one process; the losses. `drawing`: layers are seeded as workers do;
+    `recipe`: of products in float8, but for the last layer's."""
     net = initial(make, SEED).to(dtype)
+    if recipe is not None:
+        emulate(net[:-1], recipe, dtype)
     loss, order = make().loss, Order.of(len(data), 0.0)
     parameters = list(net.parameters())
     decayed = [p for p in parameters if p.dim() > 1]
@@ -29,7 +35,7 @@ def plain_loop(
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95), eps=1e-8)
     found = []
-    size = MICROBATCH if drawing else BATCH
+    size = MICROBATCH if drawing or recipe else BATCH
     for step in range(1, steps + 1):
         rows = [data[int(i)] for i in order.of_step(SEED, step, range(BATCH), BATCH)]
         optimizer.zero_grad()
@@ -41,7 +47,9 @@ def plain_loop(
             for number, layer in enumerate(net):
                 if drawing:
                     seed_all(SEED, "forward", step, first, number)
-                inputs = layer(inputs)
+                with torch.autocast("cpu", torch.bfloat16, enabled=recipe is not None):
+                    inputs = layer(inputs)
+                inputs = inputs if recipe is None else inputs.float()
             mean = loss(inputs, targets).mean() * (size / BATCH)
             mean.backward()
             total += mean.item()

@@ -26,6 +26,7 @@ from oobleck.worker.data.objective import IGNORED, inputs_and_targets
 from oobleck.worker.models.base import Layer
 from oobleck.worker.models.registry import build_layer, initialise_parameters
 from oobleck.worker.runtime.random import RowKeys
+from support.float8 import emulate
 
 
 def loss(logits: Tensor, targets: Tensor) -> Tensor:
@@ -102,6 +103,8 @@ def _build(job: JobSpec, device: torch.device) -> _Layers | _Foreign:
     layers = [build_layer(job.model, i).to(dtype) for i in range(job.model.layers + 2)]
     for layer in layers:
         initialise_parameters(layer, job.model, job.training.seed)
+    if job.training.precision == "fp8":
+        emulate(layers[1:-1], job.training.fp8_recipe, torch.bfloat16)
     model = (
         _Layers(layers, tied=job.model.tied)
         if job.model.kind == "gpt"
@@ -198,9 +201,7 @@ def train_reference(job: JobSpec, device_name: str = "cpu") -> ReferenceRun:
             keys = RowKeys(seed=training.seed, step=step, positions=positions)
             tokens = torch.from_numpy(rows).to(device)
             inputs, targets = inputs_and_targets(job.model, tokens, keys)
-            with torch.autocast(
-                device.type, dtype=torch.bfloat16, enabled=training.precision == "bf16"
-            ):
+            with torch.autocast(device.type, dtype=torch.bfloat16, enabled=training.narrow):
                 value = loss(model(inputs, keys), targets)
             (value / count).backward()
             total += value.item() / count

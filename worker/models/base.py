@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from oobleck.core.job.model import ModelSpec
+from oobleck.worker.models import float8
 from oobleck.worker.models.compiled import Prepared, run_compiled
 from oobleck.worker.models.tree import Tree
 from oobleck.worker.runtime.random import RowKeys, Site, generator, keep_mask
@@ -222,10 +223,15 @@ class DeferredGradients(WeightGradients):
 def _applied(x: Tensor, layer: "Deferring") -> tuple[Tensor, Tensor]:
     """Return the layer's input in the type that it is multiplied in, and its output, whose graph
     lacks the weight."""
-    if torch.is_autocast_enabled(x.device.type):
-        # Autocast would do this inside. Done here, the rounded input is the one that is kept.
-        x = x.to(torch.get_autocast_dtype(x.device.type))
-    return x, F.linear(x, layer.matrix().detach(), layer.offset())
+    # Autocast would do this inside. Done here, the rounded input is the one that is kept.
+    x = _autocast(x)
+    return x, layer.multiplied(x, layer.matrix(layer.weight.detach()))
+
+
+def _autocast(x: Tensor) -> Tensor:
+    """Return `x` in the type that autocast multiplies in, where it is on."""
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
@@ -262,6 +268,8 @@ class Deferring(nn.Module):
 
     weight: Tensor
     bias: Any
+    #: Recipe of its products in float8; None: they are in the type of the input.
+    recipe: float8.Recipe | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         # Compiled code gives all gradients in one piece. There is no gradient without a graph, as
@@ -269,12 +277,20 @@ class Deferring(nn.Module):
         graph = not torch.compiler.is_compiling() and x.requires_grad and torch.is_grad_enabled()
         added = _added.get() if graph else None
         if added is None or not self.weight.requires_grad:
-            return F.linear(x, self.matrix(), self.offset())
+            return self.multiplied(x, self.matrix(self.weight))
         return added.linear(x, self)
 
-    def matrix(self) -> Tensor:
-        """Return the weight as (outputs, inputs)."""
-        return self.weight
+    def multiplied(self, x: Tensor, matrix: Tensor) -> Tensor:
+        """Return x (..., inputs) by the weight `matrix`, plus the bias."""
+        offset = self.offset()
+        if self.recipe is None or not float8.fits(x := _autocast(x)):
+            return F.linear(x, matrix, offset)
+        product = float8.multiply(x, matrix, self.recipe)
+        return product if offset is None else product + offset.to(product.dtype)
+
+    def matrix(self, values: Tensor) -> Tensor:
+        """Return `values`, in the shape of the weight, as (outputs, inputs)."""
+        return values
 
     def factors(self, x: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
         """Return the matrices whose product is the weight's gradient, from input (n, inputs) and
@@ -283,17 +299,31 @@ class Deferring(nn.Module):
 
     def add_gradient(self, x: Tensor, gradient: Tensor) -> None:
         """Add the weight's gradient from input (..., inputs) and output gradient (..., outputs)."""
-        left, right = self.factors(x.flatten(0, -2), gradient.flatten(0, -2))
+        x, gradient, found = x.flatten(0, -2), gradient.flatten(0, -2), None
+        if self.recipe is not None and float8.fits(x):
+            found = float8.weight_gradient(x, gradient, self.recipe)
+        left, right = self.factors(x, gradient)
         if self.weight.grad is None:
-            self.weight.grad = left.mm(right).to(self.weight.dtype)
-        else:
+            made = left.mm(right) if found is None else self.matrix(found)
+            self.weight.grad = made.to(self.weight.dtype)
+        elif found is None:
             add_product(self.weight.grad, left, right)
+        else:
+            self.matrix(self.weight.grad).add_(found)
 
     def offset(self) -> Tensor | None:
         """Return what is added to the product; a subclass may cut parts of the bias from
         autograd."""
         bias: Tensor | None = self.bias
         return bias
+
+
+def narrow_products(module: nn.Module, recipe: float8.Recipe) -> None:
+    """Have the linear layers of `module` multiply in float8, as far as its kernels fit them."""
+    split_linear(module)  # compiled ones, too
+    for part in module.modules():
+        if isinstance(part, Deferring) and float8.takes(part.weight):
+            part.recipe = recipe
 
 
 class Linear(Deferring):
@@ -321,8 +351,8 @@ class _SplitLinear(Deferring, nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         # Only autograd calls hooks, so do not leave the gradient for later.
-        plain = is_hooked(self.weight) or _computed_again()
-        return nn.Linear.forward(self, x) if plain else super().forward(x)
+        plain = torch.compiler.is_compiling() or is_hooked(self.weight) or _computed_again()
+        return self.multiplied(x, self.weight) if plain else super().forward(x)
 
 
 def split_linear(module: nn.Module) -> None:
@@ -341,8 +371,8 @@ class TransposedLinear(Linear):
         super().__init__(inputs, outputs, bias=True)
         self.weight = nn.Parameter(torch.empty(inputs, outputs))
 
-    def matrix(self) -> Tensor:
-        return self.weight.t()
+    def matrix(self, values: Tensor) -> Tensor:
+        return values.t()
 
     def factors(self, x: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
         return x.t(), gradient

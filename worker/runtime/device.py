@@ -26,6 +26,8 @@ from oobleck.worker.runtime.errors import NodeError
 
 #: Types of devices with queues and pinned host memory. ROCm builds of torch name theirs cuda, too.
 _ACCELERATORS = ("cuda", "xpu")
+#: First of NVIDIA's GPUs that multiply in float8 (Ada); Hopper is 9.0.
+_FLOAT8_CAPABILITY = (8, 9)
 
 
 def has_queue(device: torch.device) -> bool:
@@ -43,6 +45,20 @@ def board_name(device: torch.device) -> str:
     if not has_queue(device):
         return "cpu"
     return str(torch.get_device_module(device).get_device_name(device))
+
+
+def no_float8(device: torch.device) -> str:
+    """Return why products in float8 cannot run on the device; empty: they can."""
+    if not hasattr(torch, "_scaled_mm"):
+        return f"torch {torch.__version__} has none"
+    if device.type == "cpu":
+        return ""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return f"this version has none for {board_name(device)}"
+    if (found := torch.cuda.get_device_capability(device)) < _FLOAT8_CAPABILITY:
+        least, has = (".".join(map(str, one)) for one in (_FLOAT8_CAPABILITY, found))
+        return f"{board_name(device)} has none (compute capability {has}, at least {least})"
+    return ""
 
 
 def take_place(launch: Launch) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from oobleck.core.instructions import LayerPart
 from oobleck.core.job.spec import JobSpec
 from oobleck.core.routes import Shard
-from oobleck.worker.models.base import Layer
+from oobleck.worker.models.base import Layer, narrow_products
 from oobleck.worker.models.registry import (
     build_layer,
     empty_layer,
@@ -26,7 +26,7 @@ from oobleck.worker.runtime.errors import InvariantViolation
 from oobleck.worker.state.layer_state import LayerState
 from oobleck.worker.state.layout import Layout, Numbers, layout, point_parameters
 from oobleck.worker.state.optimizer import Apart, update
-from oobleck.worker.state.precision import state_dtype, weights_dtype
+from oobleck.worker.state.precision import float8_recipe, state_dtype, weights_dtype
 from oobleck.worker.state.progress import NO_OMISSIONS, Omissions, Parameters, parameters_of
 
 #: Numbers of a gradient that are copied at a time to compute the norm.
@@ -147,6 +147,8 @@ class ModelState:
         """Return the module of `layer`, whose parameters still have no memory."""
         module = empty_layer(self._job.model, self._job.training.seed, layer)
         module.compiled = self._job.training.compile and self._job.model.compiles(layer)
+        if (recipe := float8_recipe(self._job, layer)) is not None:
+            narrow_products(module, recipe)
         for part in module.modules():
             for name, value in part.named_buffers(recurse=False):
                 if not value.is_meta:

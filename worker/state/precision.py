@@ -6,12 +6,17 @@ softmax and the loss sum in float32. The embedding stays in float32: a lookup is
 another type, and its gradient is a sum over many rows. A user's model runs under autocast instead,
 which rounds the inputs of each operation, because it is unknown which of its weights tolerate
 rounding.
+
+An fp8 job is a bf16 job whose linear layers multiply in float8, but for those of the last layer:
+losses suffer most from rounding there.
 """
 
 import torch
 
 from oobleck.core.job.model import ModelSpec
 from oobleck.core.job.spec import JobSpec, Precision
+from oobleck.worker.models.float8 import RECIPES, Recipe, is_apart
+from oobleck.worker.runtime.device import no_float8
 from oobleck.worker.runtime.errors import NodeError
 
 
@@ -22,21 +27,27 @@ def state_dtype(precision: Precision) -> torch.dtype:
 
 def autocasts(job: JobSpec) -> bool:
     """Return whether layers run under autocast."""
-    return job.training.precision == "bf16" and not isinstance(job.model, ModelSpec)
+    return job.training.narrow and not isinstance(job.model, ModelSpec)
 
 
-def check(job: JobSpec) -> None:
-    """Raise NodeError if this torch cannot add a gradient to a sum of another type."""
+def check(job: JobSpec, device: torch.device) -> None:
+    """Raise NodeError if this torch cannot add a gradient to a sum of another type, or the device
+    lacks the job's products."""
+    if job.training.precision == "fp8" and (why := no_float8(device)):
+        raise NodeError(
+            f"training.precision: fp8 needs products in float8, and {why}; set precision to bf16, "
+            "or train on nodes that have them"
+        )
     if stream_dtype(job) == torch.bfloat16 and not hasattr(torch.Tensor, "grad_dtype"):
         raise NodeError(
-            f"training.precision: bf16 of a built-in model needs a torch whose tensors have "
-            f"grad_dtype, and this node has {torch.__version__}: install a newer one"
+            f"training.precision: {job.training.precision} of a built-in model needs a torch whose "
+            f"tensors have grad_dtype, and this node has {torch.__version__}: install a newer one"
         )
 
 
 def stream_dtype(job: JobSpec) -> torch.dtype:
     """Return the type of values passed between the layers of a built-in model."""
-    narrow = job.training.precision == "bf16" and isinstance(job.model, ModelSpec)
+    narrow = job.training.narrow and isinstance(job.model, ModelSpec)
     return torch.bfloat16 if narrow else state_dtype(job.training.precision)
 
 
@@ -49,3 +60,14 @@ def sums_dtype(job: JobSpec) -> torch.dtype:
 def weights_dtype(job: JobSpec, layer: int) -> torch.dtype:
     """Return the type of the weights that a layer computes with."""
     return state_dtype(job.training.precision) if layer == 0 else stream_dtype(job)
+
+
+def float8_recipe(job: JobSpec, layer: int) -> Recipe | None:
+    """Return the recipe of a layer's products in float8; None: it has none.
+
+    The last layer has none, unless it is built like another one, or is the only one.
+    """
+    order = job.model.order
+    if job.training.precision != "fp8" or (order[layer] == order[-1] and is_apart(order)):
+        return None
+    return RECIPES[job.training.fp8_recipe]

@@ -148,7 +148,7 @@ class StageRunner:
         self._own = not isinstance(job.model, ModelSpec)
         self._autocasts = autocasts(job)
         #: Adds weight gradients whose products are in bf16; None: autograd does.
-        self._narrow_products = WeightGradients() if job.training.precision == "bf16" else None
+        self._narrow_products = WeightGradients() if job.training.narrow else None
         #: Type of the values between the layers of a built-in model.
         self.activation_dtype = stream_dtype(job)
         #: By micro-batch, lowest layer first.

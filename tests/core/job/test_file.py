@@ -71,14 +71,27 @@ def refusal(text: str, *overrides: str) -> str:
             "  steps: 200\n",
             "  qqqq: 200\n",
             "job.yaml:5: unknown key 'qqqq' in training; known keys: steps, global_batch, "
-            "microbatch, seed, precision, float32_matmul, gradient_sums, recompute, compile, "
-            "optimizer, schedule, pipeline_schedule, clip, max_skipped_steps",
+            "microbatch, seed, precision, fp8_recipe, float32_matmul, gradient_sums, recompute, "
+            "compile, optimizer, schedule, pipeline_schedule, clip, max_skipped_steps",
         ),
         (
             "  steps: 200\n",
             "  steps: 200\n  precision: fp64\n  gradient_sums: bf16\n",
             "job.yaml:7: training.gradient_sums: bf16 rounds gradients to 8 bits, and precision "
             "is fp64; leave it out, or choose precision fp32 or bf16",
+        ),
+        (
+            "  steps: 200\n",
+            "  steps: 200\n  precision: bf16\n  fp8_recipe: rowwise\n",
+            "job.yaml:7: training.fp8_recipe: rowwise scales products in float8, and precision is "
+            "bf16; set precision to fp8, or leave the recipe out",
+        ),
+        (
+            'hidden: 256, heads: 8, sequence_length: 256}\ndata:  {text: ["path/or/glob"]}\n'
+            "training:\n",
+            'hidden: 264, heads: 8, sequence_length: 256}\ndata: {text: ["path/or/glob"]}\n'
+            "training:\n  precision: fp8\n",
+            "job.yaml:5: training.precision: fp8 multiplies matrices whose sizes are multiples of",
         ),
         (
             "  steps: 200\n",

@@ -304,9 +304,33 @@ def test_a_request_that_is_repeated_is_not_judged_anew(tmp_path: Path) -> None:
             await runs.disconnect()
             again = await control.Submit(pb.SubmitRequest(request_id="a", job=text))
             assert again.job_id == first.job_id
-            with pytest.raises(grpc.aio.AioRpcError, match="no node runs the job's code"):
+            with pytest.raises(grpc.aio.AioRpcError, match="no node runs the job: jobs may"):
                 await control.Submit(pb.SubmitRequest(request_id="b", job=text))
             await refuses.disconnect()
+
+    with master(tmp_path / "state") as running:
+        loops.run(test(running.address), limit_s=480)
+
+
+def test_a_job_in_fp8_needs_gpus_with_such_products(tmp_path: Path) -> None:
+    spec = job_spec("demo")
+    training = dataclasses.replace(spec.training, precision="fp8")
+    text = format_job(dataclasses.replace(spec, training=training))
+
+    async def test(address: str) -> None:
+        kinds = ("NVIDIA A100-SXM4-80GB", "NVIDIA H100 80GB HBM3")
+        old, new = (
+            FakeAgent(f"n{n}", device_kind=f"cuda {kind}") for n, kind in enumerate(kinds, 1)
+        )
+        async with operator(address) as control:
+            await old.connect(address)
+            with pytest.raises(grpc.aio.AioRpcError, match="no node runs the job: NVIDIA A100"):
+                await control.Submit(pb.SubmitRequest(request_id="a", job=text))
+            await new.connect(address)
+            found = await control.Submit(pb.SubmitRequest(request_id="b", job=text))
+            assert found.warning.startswith("left out of the job: NVIDIA A100-SXM4-80GB has no")
+            await old.disconnect()
+            await new.disconnect()
 
     with master(tmp_path / "state") as running:
         loops.run(test(running.address), limit_s=480)

@@ -15,23 +15,23 @@ from support.plans import plan_of_cuts
 def job(precision: Precision = "fp32", memory: int | None = None) -> JobSpec:
     return JobSpec(
         name="job",
-        model=ModelSpec(layers=2, hidden=8, heads=2, sequence_length=16, vocabulary=32),
+        model=ModelSpec(layers=2, hidden=16, heads=2, sequence_length=16, vocabulary=32),
         data=DataSpec(text=("x",)),
         training=TrainingSpec(steps=1, global_batch=8, microbatch=2, precision=precision),
         resources=ResourceSpec(memory_per_worker_bytes=memory),
     )
 
 
-@pytest.mark.parametrize(("precision", "item"), [("fp32", 4), ("bf16", 4), ("fp64", 8)])
+@pytest.mark.parametrize(("precision", "item"), [("fp32", 4), ("bf16", 4), ("fp8", 4), ("fp64", 8)])
 def test_parameters_are_those_of_the_built_in_model(precision: Precision, item: int) -> None:
     profile = estimate_profile(job(precision), gpus_per_node=1, memory_per_worker_bytes=1 << 30)
-    embedding = 32 * 8 + 16 * 8
-    block = 12 * 8 * 8 + 2 * 2 * 8
-    head = 2 * 8 + 32 * 8
+    embedding = 32 * 16 + 16 * 16
+    block = 12 * 16 * 16 + 2 * 2 * 16
+    head = 2 * 16 + 32 * 16
     counts = [layer.parameter_bytes // item for layer in profile.layers]
     assert counts == [embedding, block, block, head]
-    # In a bf16 job all but the embedding compute with a copy of half the size.
-    copies = [0, *(count * 2 * (precision == "bf16") for count in counts[1:])]
+    # In a bf16 or fp8 job all but the embedding compute with a copy of half the size.
+    copies = [0, *(count * 2 * (precision in ("bf16", "fp8")) for count in counts[1:])]
     assert [la.state_bytes - 4 * la.parameter_bytes for la in profile.layers] == copies
     # Neither the gradient nor that copy moves with a layer.
     assert [la.travelling_bytes for la in profile.layers] == [3 * item * n for n in counts]
@@ -48,7 +48,7 @@ def test_the_counts_match_the_model_that_is_trained() -> None:
 
 def test_messages_carry_one_hidden_state_per_token_and_the_head_sends_none() -> None:
     profile = estimate_profile(job(), gpus_per_node=1, memory_per_worker_bytes=1 << 30)
-    assert [layer.output_bytes for layer in profile.layers] == [2 * 16 * 8 * 4] * 3 + [0]
+    assert [layer.output_bytes for layer in profile.layers] == [2 * 16 * 16 * 4] * 3 + [0]
 
 
 def test_a_margin_goes_off_the_machines_memory() -> None:

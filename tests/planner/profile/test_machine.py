@@ -5,10 +5,17 @@ from dataclasses import replace
 import pytest
 
 from oobleck.core.job.file import parse_job
-from oobleck.core.job.spec import JobSpec
+from oobleck.core.job.spec import Float8Recipe, JobSpec, Precision
 from oobleck.core.profile import Profile
 from oobleck.planner.profile.estimate import estimate_profile, flops_per_token
-from oobleck.planner.profile.machine import GPUS, NOMINAL, OTHER_GPU, machine_of, slowest_of
+from oobleck.planner.profile.machine import (
+    GPUS,
+    NOMINAL,
+    OTHER_GPU,
+    machine_of,
+    slowest_of,
+    why_no_float8,
+)
 
 TOKENS = 8192
 JOB = parse_job(
@@ -52,6 +59,43 @@ def test_peaks_follow_the_precision() -> None:
     assert h100.peak(replace(training, precision="fp32")) == 67e12
     assert h100.peak(replace(training, precision="fp32", float32_matmul="high")) == 494e12
     assert h100.peak(replace(training, precision="fp64", float32_matmul="high")) == 67e12
+    assert h100.peak(replace(training, precision="fp8")) == 989e12
+
+
+def test_blocks_gain_in_float8_what_their_linear_layers_do() -> None:
+    def of(precision: Precision, recipe: Float8Recipe = "tensorwise") -> Profile:
+        training = replace(JOB.training, precision=precision, fp8_recipe=recipe, compile=True)
+        return profile("h100", replace(JOB, training=training))
+
+    before, after, mixed = of("bf16"), of("fp8"), of("fp8", "rowwise_with_gw_hp")
+    weights = 218e6
+    products_s = 2 * weights * TOKENS / (0.6 * 989e12)
+    casts_s = 5 * (weights + TOKENS * (3 * 4096 + 14336)) / (0.8 * 3350e9)
+    for block in (1, 32):
+        gain_s = before.layers[block].forward_s[1] - after.layers[block].forward_s[1]
+        assert gain_s == pytest.approx(products_s / 2 - casts_s, rel=0.01)
+        back = [one.layers[block].backward_s[1] for one in (before, after, mixed)]
+        assert back[0] - back[1] == pytest.approx(2 * gain_s)
+        assert back[0] - back[2] == pytest.approx(gain_s), "weight gradients are in bf16"
+        assert after.layers[block].mapped_bytes > before.layers[block].mapped_bytes
+    for other in (0, 33):
+        assert before.layers[other] == after.layers[other]
+
+
+@pytest.mark.parametrize(
+    ("kind", "board"),
+    [
+        ("cuda NVIDIA A100-SXM4-80GB", "NVIDIA A100-SXM4-80GB"),
+        ("cuda NVIDIA H100 80GB HBM3, A100-SXM4-40GB, shared by 2", "A100-SXM4-40GB"),
+        ("cuda NVIDIA H100 80GB HBM3", ""),
+        ("cuda NVIDIA B200", ""),
+        ("cuda NVIDIA L4", ""),
+        ("cpu AMD EPYC, 1 thread", ""),
+    ],
+)
+def test_boards_that_are_known_to_lack_float8_are_named(kind: str, board: str) -> None:
+    why = why_no_float8(kind)
+    assert why == (board and f"{board} has no products in float8 (training.precision: fp8)")
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from oobleck.worker.runtime.device import (
     find_gpus,
     has_queue,
     mark_queued,
+    no_float8,
     take_place,
 )
 from support.director import worker_named
@@ -71,3 +72,22 @@ def test_a_cpu_has_no_queue() -> None:
     assert mark_queued(cpu) is None
     assert clock_of(cpu) is None
     assert board_name(cpu) == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("capability", "hip", "why"),
+    [
+        ((9, 0), None, ""),
+        ((8, 9), None, ""),
+        ((8, 0), None, "a board has none (compute capability 8.0, at least 8.9)"),
+        ((9, 4), "7.0", "this version has none for a board"),
+    ],
+)
+def test_gpus_without_products_in_float8_are_told(
+    capability: tuple[int, int], hip: str | None, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a board")
+    monkeypatch.setattr(torch.version, "hip", hip)
+    assert no_float8(torch.device("cuda:0")) == why
+    assert no_float8(torch.device("cpu")) == ""

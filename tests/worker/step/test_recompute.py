@@ -55,7 +55,7 @@ def train(job: JobSpec, layers: range, *, split: bool) -> tuple[list[torch.Tenso
 
 
 @pytest.mark.parametrize("split", [False, True], ids=["fused", "split"])
-@pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16", "fp8"])
 @pytest.mark.parametrize("layers", [range(5), range(2), range(2, 4), range(3, 5)], ids=str)
 def test_gradients_are_the_same_to_the_last_bit(make_job, layers, precision, split):
     check(make_job(precision=precision, dropout=0.2), layers, split=split)

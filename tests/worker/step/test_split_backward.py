@@ -63,7 +63,7 @@ class Bench:
         }
 
 
-@pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16", "fp8"])
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize(
     "layers",

@@ -1,6 +1,7 @@
 """A model cut into stages trains as the unsplit reference does, whatever the cut and the order."""
 
 import itertools
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ import torch
 
 from oobleck.core.instructions import LayerPart
 from oobleck.core.job.optimization import OptimizerSpec, ScheduleSpec
-from oobleck.core.job.spec import JobSpec
+from oobleck.core.job.spec import Float8Recipe, JobSpec
 from oobleck.worker.data.dataset import Dataset, row_digest, samples_digest
 from oobleck.worker.runtime.errors import TransportError
 from oobleck.worker.runtime.random import RowKeys
@@ -176,6 +177,19 @@ def test_bf16_agrees_in_the_loss(make_job):
     exact = [step.loss for step in train_reference(make_job(dropout=0.1, optimizer=FAST)).steps]
     assert losses != exact, "it does compute in bfloat16"
     np.testing.assert_allclose(losses, exact, rtol=1e-2)
+
+
+@pytest.mark.parametrize("recipe", get_args(Float8Recipe))
+def test_fp8_agrees_in_the_loss_with_the_formula(make_job, recipe):
+    job = make_job(precision="fp8", fp8_recipe=recipe, dropout=0.1, optimizer=FAST)
+    pipeline = Pipeline(job, (1, 3))
+    losses = [pipeline.step(step).loss for step in range(1, job.training.steps + 1)]
+    expected = [step.loss for step in train_reference(job).steps]
+    np.testing.assert_allclose(losses, expected, rtol=2e-3)
+    narrow = make_job(precision="bf16", dropout=0.1, optimizer=FAST)
+    exact = [step.loss for step in train_reference(narrow).steps]
+    assert losses != exact, "it does compute in float8"
+    np.testing.assert_allclose(losses, exact, rtol=2e-2)
 
 
 def test_layers_move_between_stages_in_mid_run_with_their_moments(make_job):

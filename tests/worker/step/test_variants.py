@@ -78,3 +78,25 @@ def test_losses_are_those_of_one_process(
         losses = cluster.losses()
     expected = {step.step: step.loss for step in train_reference(trained).steps}
     assert losses == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_loss_changes_nothing_in_float8(warm: WarmWorkers) -> None:
+    """Scales follow from a micro-batch alone. With the same shares, sums are in the same order."""
+    trained = job(precision="fp8", fp8_recipe="rowwise")
+    victim = WorkerId(NodeName("e"), 0)
+    fault = FaultRule(worker=victim, point="before:Backward", step=3, action="kill_worker")
+    after = make_plan(2, [[("a", 2), ("b", 3)], [("c", 3), ("d", 2)]], [4, 4])
+    found = []
+    for faults in ([], [fault]):
+        with Director(warm, trained, faults) as cluster:
+            cluster.start("a", "b", "c", "d", "e")
+            cluster.assign(BEFORE)
+            if faults:
+                cluster.wait(lambda: cluster.workers[victim].gone, "the scripted kill")
+                cluster.assign(after)
+            cluster.wait_finished(after if faults else BEFORE)
+            cluster.stop()
+            found.append(cluster.losses())
+    assert found[1] == found[0]
+    expected = {step.step: step.loss for step in train_reference(trained).steps}
+    assert found[0] == pytest.approx(expected, rel=2e-3)

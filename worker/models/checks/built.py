@@ -19,10 +19,11 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from oobleck.core.job.description import Tie
 from oobleck.core.job.model import OwnModelSpec
-from oobleck.core.job.spec import Precision
+from oobleck.core.job.spec import FLOAT8_MULTIPLE, Precision
 from oobleck.worker.models import own
 from oobleck.worker.models.base import is_hooked
 from oobleck.worker.models.checks.rows import same
+from oobleck.worker.models.float8 import takes
 from oobleck.worker.runtime import code
 from oobleck.worker.runtime.errors import JobError, Problem
 
@@ -60,7 +61,7 @@ def look_at_precision(where: str, module: nn.Module, precision: Precision) -> It
     more = f" (and {len(odd) - 1} more)" if len(odd) > 1 else ""
     wanted = "fp64" if dtype == torch.float64 else "bf16"
     how = "leave dtype out"
-    if wanted != precision:
+    if wanted != ("bf16" if precision == "fp8" else precision):
         products = "" if wanted == "fp64" else ", which computes products in bfloat16"
         how += f", or set training.precision: {wanted}{products}"
     yield Problem(
@@ -71,6 +72,36 @@ def look_at_precision(where: str, module: nn.Module, precision: Precision) -> It
         ),
         warning=True,
     )
+
+
+def look_at_float8(spec: OwnModelSpec, layers: Sequence[int], seed: int) -> list[Problem]:
+    """Return a warning for each of the layers that multiplies in bfloat16 in an fp8 job, as its
+    sizes do not fit. Raises JobError if nothing fits."""
+    problems, fits = list[Problem](), False
+    for layer in layers:
+        module = build(spec, layer, seed)
+        linear = {name: one for name, one in module.named_modules() if type(one) is nn.Linear}
+        odd = [name for name, one in linear.items() if not takes(one.weight)]
+        fits |= len(odd) < len(linear)
+        if odd:
+            shape = list(linear[odd[0]].weight.shape)
+            more = f" and {len(odd) - 1} more" if len(odd) > 1 else ""
+            problems.append(
+                Problem(
+                    where=f"layer {layer} ({type(module).__name__})",
+                    sentence=(
+                        f"multiplies {odd[0] or 'itself'} {shape}{more} in bfloat16: fp8 takes "
+                        f"weights whose sizes are multiples of {FLOAT8_MULTIPLE}"
+                    ),
+                    warning=True,
+                )
+            )
+    if not fits:
+        raise JobError(
+            "training.precision: fp8 is for nn.Linear layers whose sizes are multiples of "
+            f"{FLOAT8_MULTIPLE}, and the model has none before its last layer; set it to bf16"
+        )
+    return problems
 
 
 def _refused(module: nn.Module) -> Iterator[str]:

@@ -37,6 +37,7 @@ from oobleck.worker.models.base import is_hooked
 from oobleck.worker.models.checks import built
 from oobleck.worker.models.checks.rows import PER_ROW
 from oobleck.worker.models.compiled import Compilation, Prepared
+from oobleck.worker.models.float8 import is_apart
 from oobleck.worker.models.tree import flatten, map_tensors, shown, structure, unflatten
 from oobleck.worker.runtime import code
 from oobleck.worker.runtime.errors import JobError, Problem
@@ -107,7 +108,7 @@ def describe(job: JobSpec, sample: tuple[Any, Any], warnings: list[Problem] | No
             shared,
             job.training.seed,
             dtype,
-            precision == "bf16",
+            job.training.narrow,
         ).describe(_Values(targets, target) if number == count - 1 else None, compilation)
         if changed := [name for name, value in _settings().items() if settings[name] != value]:
             raise JobError(
@@ -118,6 +119,12 @@ def describe(job: JobSpec, sample: tuple[Any, Any], warnings: list[Problem] | No
         found.append((incoming, shapes, layer))
         incoming, giver = layer.output, f"layer {number} ({layer.name})"
     _check_alike(tied, [dict(shapes) for _, shapes, _ in found])
+    if precision == "fp8":
+        narrow = found[:-1] if is_apart(found) else found
+        examples = sorted({found.index(kind) for kind in narrow})
+        problems = built.look_at_float8(spec, examples, job.training.seed)
+        if warnings is not None:
+            warnings += problems
     built.check_tied(spec, job.training.seed, dtype, tied)
     kinds = list(dict.fromkeys(found))
     if warnings is not None and not spec.code.ours:
