@@ -13,7 +13,7 @@ import psutil
 
 from oobleck.cli.jobs.job_file import PROFILE_FILE, read_job, read_profile, read_text
 from oobleck.core.job.model import ModelSpec
-from oobleck.core.job.spec import JobSpec, RecoveryPolicy
+from oobleck.core.job.spec import JobSpec, Precision, RecoveryPolicy
 from oobleck.core.profile import Profile, parse_profile
 from oobleck.core.schedules import Schedule
 from oobleck.core.ties import Ties
@@ -120,8 +120,8 @@ class Question:
     notes: tuple[str, ...] = ()
     #: FLOPs of a step per token, tokens per sample, and peak FLOP/s of a worker; None: unknown.
     speed: Speed | None = None
-    #: Where the speed is known: profile of the job with compile if it has none, or without, by the
-    #: name of its speed.
+    #: Where the speed is known: profiles of the job with and without compile and fp8, by the names
+    #: of their speeds.
     otherwise: Mapping[str, Profile] = dataclasses.field(default_factory=dict)
 
 
@@ -180,6 +180,12 @@ def from_job(path: Path, overrides: Sequence[str], flags: Flags) -> Question:
         if value is not None
     }
     job = read_job(path, (*overrides, *given), shown_as=given)
+    machine = _machine(flags)
+    if job.training.precision == "fp8" and machine.is_gpu and not machine.float8_flops_per_s:
+        raise ValueError(
+            f"training.precision: fp8 needs products in float8, which {machine.name} lacks; set "
+            "it to bf16"
+        )
     text = read_profile(job)
     if text and flags.gpu is not None:
         raise ValueError(
@@ -211,16 +217,28 @@ def from_job(path: Path, overrides: Sequence[str], flags: Flags) -> Question:
 
 
 def _otherwise(job: JobSpec, flags: Flags, gpus_per_node: int) -> Mapping[str, Profile]:
-    """Return the profile of the job with compile if it has none, or without; none where it cannot
-    be compiled."""
-    compiles = not job.training.compile
-    try:
-        training = dataclasses.replace(job.training, compile=compiles)
-        profile = _estimate(dataclasses.replace(job, training=training), flags)
-    except ValueError:
-        return {}
-    name = "with_compile" if compiles else "without_compile"
-    return {name: dataclasses.replace(profile, gpus_per_node=gpus_per_node)}
+    """Return the profiles of the job with and without compile and fp8, other than its own; none
+    where it cannot be compiled."""
+    had: Precision = "bf16" if job.training.narrow else job.training.precision
+    ways: dict[str, tuple[bool, Precision]] = {
+        "without_compile": (False, had),
+        "with_compile": (True, had),
+    }
+    if had == "bf16" and _machine(flags).float8_flops_per_s:
+        ways["with_fp8"] = (True, "fp8")
+    found = {}
+    for name, (compiles, precision) in ways.items():
+        recipe = job.training.fp8_recipe if precision == "fp8" else "tensorwise"
+        training = dataclasses.replace(
+            job.training, compile=compiles, precision=precision, fp8_recipe=recipe
+        )
+        if training != job.training:
+            try:
+                profile = _estimate(dataclasses.replace(job, training=training), flags)
+            except ValueError:
+                continue
+            found[name] = dataclasses.replace(profile, gpus_per_node=gpus_per_node)
+    return found
 
 
 def _estimate(job: JobSpec, flags: Flags) -> Profile:

@@ -33,24 +33,28 @@ class Speed:
         }
 
 
-#: Estimates as shares of torchtitan's published figures for Llama 3 8B on H100, least and most,
-#: without compile and with it (docs/planning.md). None was measured.
-PUBLISHED: Mapping[str, tuple[float, float]] = {"without": (0.96, 0.99), "with": (0.88, 0.92)}
+#: Estimates as shares of torchtitan's published figures, least and most, by the names of speeds:
+#: for Llama 3 8B on H100, with fp8 also for 70B and 405B (docs/planning.md). None was measured.
+PUBLISHED: Mapping[str, tuple[float, float]] = {
+    "without_compile": (0.96, 0.99),
+    "with_compile": (0.88, 0.92),
+    "with_fp8": (0.88, 1.38),
+}
 
 
 def speed_lines(data: dict[str, Any]) -> str:
-    """Describe the speed in lines for people: as the job has it, with or without compile instead,
-    and how far estimates are from published figures."""
+    """Describe the speed in lines for people: as the job has it, otherwise with and without compile
+    and fp8, and how far estimates are from published figures."""
     lines = [f"speed: {_said(data)}"]
-    lines += [
-        f"  {way} compile: {_said(data[key])}"
-        for way in PUBLISHED
-        if (key := f"{way}_compile") in data
-    ]
+    lines += [f"  {_way(key)}: {_said(data[key])}" for key in PUBLISHED if key in data]
     shares = ", ".join(
-        f"{least:.2f} to {most:.2f} {way} compile" for way, (least, most) in PUBLISHED.items()
+        f"{least:.2f} to {most:.2f} {_way(key)}" for key, (least, most) in PUBLISHED.items()
     )
     return "\n".join([*lines, f"  share of published figures that estimates reach: {shares}"])
+
+
+def _way(key: str) -> str:
+    return "with compile and fp8" if key == "with_fp8" else key.replace("_", " ")
 
 
 def _said(data: dict[str, Any]) -> str:
