@@ -72,6 +72,7 @@ PARTS: Mapping[str, Mapping[str, Check]] = {
         "syncs": Check("engine:syncs", 60, on_cpus=True),
         "errors": Check("engine:errors", 40, on_cpus=True),
         "block": Check("block:block", 90, on_cpus=True),
+        "float8": Check("float8:float8", 90, on_cpus=True),
         "step": Check("step:step", 240, on_cpus=True),
         "speed": Check("jobs:speed", 240, on_cpus=True),
         "units": Check("jobs:units", 120, on_cpus=True),

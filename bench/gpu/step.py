@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from oobleck.core.instructions import LayerPart
 from oobleck.core.job.model import ModelSpec
-from oobleck.core.job.spec import DataSpec, JobSpec, TrainingSpec
+from oobleck.core.job.spec import DataSpec, JobSpec, Precision, TrainingSpec
 from oobleck.core.orders import Finding
 from oobleck.core.units import format_bytes
 from oobleck.planner.profile.estimate import flops_per_token
@@ -83,6 +83,7 @@ def contenders(*, compiled: bool) -> Iterator[Contender]:
     yield "torch in bf16 alone", lambda job, place: loop(job, place, narrow=True)
     if compiled:
         yield "engine, compiled", lambda job, place: engine(_compiled(job), place)
+        yield "engine, compiled, fp8", lambda job, place: engine(_compiled(job, "fp8"), place)
         yield "torch, compiled", lambda job, place: loop(job, place, compiled=True)
         yield (
             "torch in bf16 alone, compiled",
@@ -90,8 +91,8 @@ def contenders(*, compiled: bool) -> Iterator[Contender]:
         )
 
 
-def _compiled(job: JobSpec) -> JobSpec:
-    return replace(job, training=replace(job.training, compile=True))
+def _compiled(job: JobSpec, precision: Precision = "bf16") -> JobSpec:
+    return replace(job, training=replace(job.training, compile=True, precision=precision))
 
 
 def engine(job: JobSpec, place: torch.device) -> Step:

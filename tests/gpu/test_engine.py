@@ -24,6 +24,7 @@ from bench.gpu.engine import (
     starting,
     syncs,
 )
+from bench.gpu.float8 import float8, judge
 from bench.gpu.step import contenders, judge_shares, step, told
 from bench.support.daemons import CHECKOUT
 from oobleck.core.orders import Finding
@@ -33,7 +34,7 @@ from oobleck.worker.step.stage import StageRunner
 Check = Callable[[Sequence[str]], Iterator[Finding]]
 
 
-@pytest.mark.parametrize("check", [backwards, syncs, errors, block])
+@pytest.mark.parametrize("check", [backwards, syncs, errors, block, float8])
 def test_a_cpu_passes_what_a_worker_does_on_it(check: Check) -> None:
     found = list(check(["cpu"]))
     assert {one.level for one in found} == {"pass"}, found
@@ -59,7 +60,7 @@ def test_a_step_is_measured_beside_loops_of_torch() -> None:
         assert 0 < one.figures["host_s"] <= one.figures["step_s"]
     expected = each[0].figures["tokens_per_s"] / each[1].figures["tokens_per_s"]
     assert shares.figures["torch"] == pytest.approx(expected)
-    assert len([*contenders(compiled=True)]) == 6
+    assert len([*contenders(compiled=True)]) == 7
 
 
 def test_conclusions_from_a_step() -> None:
@@ -154,6 +155,17 @@ def test_conclusions_from_a_block() -> None:
     assert reserved(10 << 30, 1 << 29) == "pass"
     assert reserved(11 << 30, 1 << 29) == "warn"
     assert reserved(10 << 30, 2 << 30) == "warn"
+
+
+def test_conclusions_from_products_in_float8() -> None:
+    def level(gain: float, error: float, *, judged: bool = True) -> str:
+        found = judge("x", gain=gain, errors={"output": 0.04, "other": error}, judged=judged)
+        assert bool(found.fix) == (found.level != "pass"), found
+        return found.level
+
+    assert level(1.5, 0.06) == level(0.5, 0.06, judged=False) == "pass"
+    assert level(1.0, 0.06) == "slow"
+    assert level(1.5, 0.3) == level(1.5, float("nan")) == "fail"
 
 
 def test_the_memory_of_a_killed_process_is_waited_for_with_a_deadline() -> None:
