@@ -65,7 +65,7 @@ RECIPES: Mapping[Float8Recipe, Recipe] = {
 def fits(x: Tensor) -> bool:
     """Return whether an input is multiplied in float8: one with rows, in bfloat16. Code that leaves
     autocast wants more precise products."""
-    return x.dtype == torch.bfloat16 and x.numel() > 0
+    return x.dtype == torch.bfloat16 and x.dim() > 1 and x.numel() > 0
 
 
 def takes(weight: Tensor) -> bool:

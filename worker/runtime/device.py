@@ -49,8 +49,6 @@ def board_name(device: torch.device) -> str:
 
 def no_float8(device: torch.device) -> str:
     """Return why products in float8 cannot run on the device; empty: they can."""
-    if not hasattr(torch, "_scaled_mm"):
-        return f"torch {torch.__version__} has none"
     if device.type == "cpu":
         return ""
     if device.type != "cuda" or torch.version.hip is not None:

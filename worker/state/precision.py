@@ -14,8 +14,8 @@ losses suffer most from rounding there.
 import torch
 
 from oobleck.core.job.model import ModelSpec
-from oobleck.core.job.spec import JobSpec, Precision
-from oobleck.worker.models.float8 import RECIPES, Recipe, is_apart
+from oobleck.core.job.spec import FLOAT8_MULTIPLE, JobSpec, Precision
+from oobleck.worker.models.float8 import RECIPES, Recipe, is_apart, multiply
 from oobleck.worker.runtime.device import no_float8
 from oobleck.worker.runtime.errors import NodeError
 
@@ -33,7 +33,7 @@ def autocasts(job: JobSpec) -> bool:
 def check(job: JobSpec, device: torch.device) -> None:
     """Raise NodeError if this torch cannot add a gradient to a sum of another type, or the device
     lacks the job's products."""
-    if job.training.precision == "fp8" and (why := no_float8(device)):
+    if job.training.precision == "fp8" and (why := _no_float8(job, device)):
         raise NodeError(
             f"training.precision: fp8 needs products in float8, and {why}; set precision to bf16, "
             "or train on nodes that have them"
@@ -43,6 +43,20 @@ def check(job: JobSpec, device: torch.device) -> None:
             f"training.precision: {job.training.precision} of a built-in model needs a torch whose "
             f"tensors have grad_dtype, and this node has {torch.__version__}: install a newer one"
         )
+
+
+def _no_float8(job: JobSpec, device: torch.device) -> str:
+    """Return why the device lacks the job's products in float8; empty: it has them. One is tried,
+    as kernels depend on the build of torch."""
+    if why := no_float8(device):
+        return why
+    factor = torch.zeros(FLOAT8_MULTIPLE, FLOAT8_MULTIPLE, dtype=torch.bfloat16, device=device)
+    try:
+        multiply(factor, factor, RECIPES[job.training.fp8_recipe])
+    except RuntimeError as error:
+        reason = str(error).partition("\n")[0]
+        return f"torch {torch.__version__} has none for this device ({reason})"
+    return ""
 
 
 def stream_dtype(job: JobSpec) -> torch.dtype:

@@ -133,11 +133,13 @@ def test_what_does_not_fit_is_multiplied_as_in_bf16() -> None:
         *(False, False, True, False)
     ]
     fitting = layers[2]
+    single = torch.randn(32).bfloat16()
+    assert torch.equal(fitting(single), nn.functional.linear(single, fitting.weight, fitting.bias))
+    assert fitting(torch.randn(0, 32).bfloat16()).shape == (0, 32)
     wide = torch.randn(16, 32)
     assert torch.equal(
         fitting.float()(wide), nn.functional.linear(wide, fitting.weight, fitting.bias)
     )
-    assert fitting(torch.randn(0, 32).bfloat16().float()).shape == (0, 32)
 
 
 @recipes

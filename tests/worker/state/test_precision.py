@@ -7,9 +7,11 @@ import torch
 
 from oobleck.core.job.spec import JobSpec
 from oobleck.worker.checkpoint.output import write_layers, write_manifest
+from oobleck.worker.runtime.errors import NodeError
 from oobleck.worker.runtime.random import RowKeys
 from oobleck.worker.runtime.timeline import Stopwatch, Timeline
 from oobleck.worker.state.model_state import ModelState
+from oobleck.worker.state.precision import check
 from oobleck.worker.step.exchange import StageExchange
 from oobleck.worker.step.stage import StageRunner
 from support import foreign
@@ -53,6 +55,21 @@ def test_blocks_and_head_compute_with_a_rounded_copy_of_their_version(make_job):
                 before[layer, name] = weight.clone()
             held.gradient.normal_()
         state.apply(version + 1, scale=1.0)
+
+
+def test_a_torch_without_products_in_float8_is_the_nodes_fault(make_job, monkeypatch):
+    job = make_job(precision="fp8", fp8_recipe="rowwise")
+    check(job, CPU)
+
+    def lacks(*given, **more):
+        raise NotImplementedError("no kernel for 'aten::_scaled_mm'\nand more")
+
+    monkeypatch.setattr(torch, "_scaled_mm", lacks)
+    with pytest.raises(
+        NodeError, match=r"for this device \(no kernel for 'aten::_scaled_mm'\); set"
+    ):
+        check(job, CPU)
+    check(make_job(precision="bf16"), CPU)
 
 
 def test_the_copy_is_made_once_per_version(make_job):
