@@ -87,7 +87,9 @@ def estimate_profile(
             )
             for number, layer in enumerate(layers)
         ),
-        links=links,
+        links=replace(
+            links, intra_node_bytes_per_s=machine.link_bytes_per_s or links.intra_node_bytes_per_s
+        ),
     )
 
 

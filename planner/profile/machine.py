@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from oobleck.core.job.spec import Precision, TrainingSpec
+from oobleck.planner.profile.memory import LINK_CTAS
 
 _PRODUCTS_SHARE = 0.6
 _MEMORY_SHARE = 0.8
@@ -35,6 +36,8 @@ class Machine:
     memory_bytes_per_s: float | None
     intra_node_bytes_per_s: float
     inter_node_bytes_per_s: float
+    #: Rate within a node of what only a link's multiprocessors carry; None: that of the node.
+    link_bytes_per_s: float | None = None
     latency_s: float
     #: Least time of a layer's forward.
     least_s: float
@@ -55,6 +58,7 @@ class Machine:
             memory_bytes_per_s=self.memory_bytes_per_s / by,
             intra_node_bytes_per_s=self.intra_node_bytes_per_s / by,
             inter_node_bytes_per_s=self.inter_node_bytes_per_s / by,
+            link_bytes_per_s=self.link_bytes_per_s and self.link_bytes_per_s / by,
             memory_bytes=self.memory_bytes // by,
         )
 
@@ -107,10 +111,13 @@ def _gpu(
     memory: float,
     links: float,
     network: float,
+    nvlink: float | None = None,
 ) -> Machine:
     """Build a machine from units of 1e12 FLOP/s and 1e9 bytes/s; `memory_gib` is as torch reports
-    it.
+    it. `nvlink`: one connection of NVLink, as NCCL counts it (src/graph/topo.h).
     """
+    # NCCL gives messages two channels for each connection, so half of one to each channel.
+    link = None if nvlink is None else LINK_CTAS * nvlink / 2 * 1e9
     return Machine(
         name=name,
         peak_flops_per_s={"bf16": bf16 * 1e12, "fp32": fp32 * 1e12, "fp64": fp64 * 1e12},
@@ -119,6 +126,7 @@ def _gpu(
         memory_bytes_per_s=_MEMORY_SHARE * memory * 1e9,
         intra_node_bytes_per_s=_LINKS_SHARE * links * 1e9,
         inter_node_bytes_per_s=_LINKS_SHARE * network * 1e9,
+        link_bytes_per_s=link,
         latency_s=2e-5,
         least_s=_LAUNCHES_S,
         memory_bytes=memory_gib << 30,
@@ -134,14 +142,15 @@ _HOPPER = {
     "fp32": 67.0,
     "fp64": 67.0,
     "links": 450,
+    "nvlink": 20.6,
     "network": 50,
 }
 _AMPERE = {"bf16": 312.0, "tf32": 156.0, "fp32": 19.5, "fp64": 19.5}
-_NVLINK_3 = {"links": 300, "network": 25}
+_NVLINK_3 = {"links": 300, "nvlink": 20.0, "network": 25}
 GPUS: Mapping[str, Machine] = {
     machine.name: machine
     for machine in (
-        _gpu("b200", **_BLACKWELL, links=900, network=50, memory_gib=178, memory=7700),
+        _gpu("b200", **_BLACKWELL, links=900, nvlink=40.1, network=50, memory_gib=178, memory=7700),
         _gpu("h200", **_HOPPER, memory_gib=140, memory=4800),
         _gpu("h100", **_HOPPER, memory_gib=79, memory=3350),
         _gpu("a100-40gb", **_AMPERE, **_NVLINK_3, memory_gib=39, memory=1555),

@@ -36,6 +36,18 @@ def mfu(name: str) -> float:
     return TOKENS * flops_per_token(JOB) / spent_s / GPUS[name].peak(JOB.training)
 
 
+def test_messages_within_a_node_go_at_the_rate_of_two_channels() -> None:
+    rates = {name: profile(name).links.intra_node_bytes_per_s for name in ("h100", "a100", "b200")}
+    assert rates == {"h100": 20.6e9, "a100": 20e9, "b200": 40.1e9}
+    with_sharing = profile(
+        "h100", replace(JOB, training=replace(JOB.training, microbatch=8, global_batch=16))
+    )
+    exchange_s = with_sharing.layers[1].update_s[8] - with_sharing.layers[1].update_s[1] / 8
+    assert exchange_s < 5 * 218e6 * 4 / GPUS["h100"].intra_node_bytes_per_s
+    half = machine_of("cuda NVIDIA H100 80GB HBM3, shared by 2")
+    assert half.link_bytes_per_s == 10.3e9
+
+
 @pytest.mark.parametrize("name", GPUS)
 def test_computing_alone_reaches_what_the_best_reach_and_no_more(name: str) -> None:
     assert 0.4 < mfu(name) < 0.6
