@@ -1,8 +1,9 @@
 """Names and numbers that identify things, one type each so that they cannot be swapped."""
 
 import re
-from dataclasses import dataclass
 from typing import NewType
+
+import msgspec
 
 NodeName = NewType("NodeName", str)
 JobId = NewType("JobId", str)
@@ -33,9 +34,11 @@ def nearest_name(text: str) -> str:
     return re.sub(r"[^a-z0-9._-]+", "-", text.lower()).strip("-._")[:63].rstrip("-._")
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class WorkerId:
-    """GPU (or CPU slot) of a node; outlives the processes that run there one after the other."""
+class WorkerId(msgspec.Struct, frozen=True, order=True, gc=False):
+    """GPU (or CPU slot) of a node; outlives the processes that run there one after the other.
+
+    A Struct: plans of a thousand nodes hash and compare as many of them again and again.
+    """
 
     node: NodeName
     slot: int

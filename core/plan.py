@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 from types import MappingProxyType
+from typing import TypedDict, Unpack
 
 from oobleck.core.ids import Generation, NodeName, WorkerId
 from oobleck.core.routes import Hold, Hop, Listing, Route, Shard, ShardTable
@@ -136,6 +137,15 @@ def check_rates(rates: Sequence[WorkerRate], workers: Iterable[WorkerId]) -> Non
         raise ValueError(f"rate of {min(others)}: it is no worker of the plan")
 
 
+class _Times(TypedDict, total=False):
+    """Fields of a plan beside its holds and routes."""
+
+    generation: Generation
+    schedule: Schedule
+    listing: Listing | None
+    rates: tuple[WorkerRate, ...]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """Plan of one generation: who holds which layer and computes which micro-batches.
@@ -163,6 +173,9 @@ class Plan:
             raise ValueError(f"a layer is held that is none of the model's {self.layer_count}")
         _check_once(self.holds)
         _check_held(self.routes, self.holds)
+        self._check_times()
+
+    def _check_times(self) -> None:
         check_rates(self.rates, self.workers if self.rates else ())
         if self.listing is not None:
             lengths = [len(hops) for hops in self.listing.hops]
@@ -170,6 +183,16 @@ class Plan:
                 raise ValueError("the listing's hops are not those of the routes")
             if len(self.listing.room) != len(self.workers):
                 raise ValueError("the listing's room is not that of the workers")
+
+    def having(self, **times: Unpack[_Times]) -> "Plan":
+        """Return the plan with these values. Its holds and routes stay: they are not checked again,
+        which takes milliseconds for a thousand nodes, and neither is anything computed again that
+        follows from them. Raises ValueError."""
+        made = object.__new__(Plan)
+        kept = {name: value for name, value in vars(self).items() if name not in _OF_TIMES}
+        vars(made).update(kept, **times)
+        made._check_times()
+        return made
 
     @classmethod
     def of_pipelines(
@@ -297,13 +320,21 @@ class Plan:
             if any(met[worker] > 1 for hop in route.hops for worker in hop.workers)
         )
 
-    def layer_nodes(self) -> list[set[NodeName]]:
+    def layer_nodes(self) -> Sequence[frozenset[NodeName]]:
         """Return the nodes that hold each layer; each of them has all of it."""
-        nodes: list[set[NodeName]] = [set() for _ in range(self.layer_count)]
+        return self._layer_nodes
+
+    @cached_property
+    def _layer_nodes(self) -> Sequence[frozenset[NodeName]]:
+        runs: dict[range, set[NodeName]] = {}
         for hold in self.holds:
-            for layer in hold.layers:
-                nodes[layer].add(hold.workers[0].node)
-        return nodes
+            runs.setdefault(hold.layers, set()).add(hold.workers[0].node)
+        cuts = sorted({0, self.layer_count, *(end for r in runs for end in (r.start, r.stop))})
+        found: list[frozenset[NodeName]] = []
+        for first, stop in pairwise(cuts):
+            own = frozenset().union(*(nodes for run, nodes in runs.items() if first in run))
+            found += [own] * (stop - first)
+        return tuple(found)
 
     @cached_property
     def _hash(self) -> int:
@@ -334,7 +365,7 @@ class Plan:
         rates."""
         slow = slow_workers(rates, self.workers)
         own = tuple(WorkerRate(worker=worker, rate=rates[worker]) for worker in slow)
-        return replace(self, rates=own, listing=None)
+        return self.having(rates=own, listing=None)
 
     def hold_of(self, worker: WorkerId, layer: int) -> Hold:
         """Return the hold by which `worker` holds `layer`. Raises ValueError where it does not."""
@@ -350,10 +381,16 @@ class Plan:
         return tuple(sorted(w for hold in self.holds if layer in hold.layers for w in hold.workers))
 
 
+#: Cached values of a plan that follow from more than its holds and routes.
+_OF_TIMES = frozenset({"_hash", "_rates"})
+
 # Plans come from agents, too: no check may iterate over all layers that a plan claims to have.
 
 
 def _check_once(holds: Iterable[Hold]) -> None:
+    workers = [worker for hold in holds for worker in hold.workers]
+    if len(set(workers)) == len(workers):
+        return
     held: dict[WorkerId, list[range]] = {}
     for hold in holds:
         for worker in hold.workers:
@@ -366,22 +403,30 @@ def _check_once(holds: Iterable[Hold]) -> None:
 
 def _check_held(routes: Iterable[Route], holds: Iterable[Hold]) -> None:
     """Check that each hop's layers are held by its workers, together and in the same order."""
+    whole = {(hold.workers, hold.first_layer, hold.last_layer) for hold in holds}
+    hops = [
+        hop
+        for route in routes
+        for hop in route.hops
+        if (hop.workers, hop.first_layer, hop.last_layer) not in whole
+    ]
+    if not hops:
+        return
     held: dict[tuple[WorkerId, ...], list[range]] = {}
     for hold in holds:
         held.setdefault(hold.workers, []).append(hold.layers)
     for own in held.values():
         own.sort(key=_start)
-    for route in routes:
-        for hop in route.hops:
-            layer = hop.first_layer
-            for layers in held.get(hop.workers, ()):
-                if layer in layers:
-                    layer = layers.stop
-            if layer <= hop.last_layer:
-                names = ", ".join(map(str, hop.workers))
-                raise ValueError(
-                    f"{names} compute layer {layer}, which they do not hold in these shares"
-                )
+    for hop in hops:
+        layer = hop.first_layer
+        for layers in held.get(hop.workers, ()):
+            if layer in layers:
+                layer = layers.stop
+        if layer <= hop.last_layer:
+            names = ", ".join(map(str, hop.workers))
+            raise ValueError(
+                f"{names} compute layer {layer}, which they do not hold in these shares"
+            )
 
 
 def _start(layers: range) -> int:
@@ -398,7 +443,7 @@ def is_of_pipelines(plan: Plan) -> bool:
     try:
         return Plan.of_pipelines(
             plan.pipelines, generation=plan.generation, schedule=plan.schedule
-        ) == replace(plan, listing=None, rates=())
+        ) == plan.having(listing=None, rates=())
     except ValueError:
         return False
 

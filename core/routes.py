@@ -1,17 +1,20 @@
-"""Parts of plans: layers that workers hold, and the hops of micro-batches through them."""
+"""Parts of plans: layers that workers hold, and the hops of micro-batches through them.
+
+They are Structs, since a plan has thousands: making, hashing and comparing them is quick.
+"""
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
+
+import msgspec
 
 from oobleck.core.errors import PlanInfeasible
 from oobleck.core.ids import WorkerId
 from oobleck.core.units import runs
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Layers:
+class _Layers(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Contiguous layers on some workers of one node."""
 
     first_layer: int
@@ -37,14 +40,12 @@ class _Layers:
         return range(self.first_layer, self.last_layer + 1)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Hop(_Layers):
+class Hop(_Layers, frozen=True, kw_only=True, gc=False):
     """Layers that `workers` compute for the micro-batches of a route: the i-th of d workers
     computes the i-th d-th of each micro-batch's rows."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Hold(_Layers):
+class Hold(_Layers, frozen=True, kw_only=True, gc=False):
     """Layers that `workers` hold: the p-th of d workers holds the p-th d-th of each
     layer's state.
     """
@@ -54,8 +55,7 @@ class Hold(_Layers):
     resident: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Route:
+class Route(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Hops that carry some micro-batches through the whole model."""
 
     #: Ordered by layers, from the first one of the model to the last one.
@@ -82,8 +82,7 @@ class Route:
                 )
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Shard:
+class Shard(msgspec.Struct, frozen=True, order=True, gc=False):
     """Part `part` of `parts` equal ones of a layer's flat state (see `cut`)."""
 
     layer: int
@@ -140,8 +139,7 @@ def _cover(shards: Collection[Shard]) -> bool:
     return reached == 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HopTicks:
+class HopTicks(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Cost of one micro-batch at one hop, in whole ticks and bytes, with the workers' rates."""
 
     forward: int
@@ -162,8 +160,7 @@ class HopTicks:
             raise ValueError(f"deferred bytes must be a part of the kept ones: {self}")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Listing:
+class Listing(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Costs of the hops of a plan, and the free memory of its workers."""
 
     #: By route and hop.

@@ -5,7 +5,6 @@ the plan's source, nor what it answers.
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Literal
 
 from oobleck.core.ids import Incarnation, WorkerId
@@ -238,7 +237,7 @@ def meet_again(
     event = plan_made(
         context,
         job,
-        replace(made.plan, generation=next_generation(context, job)),
+        made.plan.having(generation=next_generation(context, job)),
         boundary=False,
         cause=cause,
         rule="regroup",

@@ -40,7 +40,11 @@ def plan_end_s(
             links=profile.links,
         )
         layers = {part.layer for part in bucket.parts}
-        running = [o for o in bucket.owners if layers & set(plan.held[o]) - _shadows(plan, o)]
+        running = [
+            owner
+            for owner in bucket.owners
+            if owner not in plan.shadows or layers & set(plan.held[owner]) - _shadows(plan, owner)
+        ]
         ready_s = max((ends_s.get(owner, 0.0) for owner in running), default=0.0)
         for owner in bucket.owners:
             sums[owner].append((ready_s, taken_s))
@@ -57,12 +61,15 @@ def _shadows(plan: Plan, worker: WorkerId) -> set[int]:
 
 def _updates_s(plan: Plan, profile: Profile) -> dict[WorkerId, float]:
     found = dict.fromkeys(plan.workers, 0.0)
+    known: dict[tuple[int, int, int], float] = {}
     for hold in plan.holds:
-        update_s = sum(
-            profile.layers[layer].update_s.get(len(hold.workers), 0.0) for layer in hold.layers
-        )
+        width = len(hold.workers)
+        kind = hold.first_layer, hold.last_layer, width
+        if kind not in known:
+            updates = (profile.layers[layer].update_s for layer in hold.layers)
+            known[kind] = sum(each.get(width, 0.0) for each in updates)
         for worker in hold.workers:
-            found[worker] += update_s / plan.rate((worker,))
+            found[worker] += known[kind] / plan.rate((worker,))
     return found
 
 

@@ -115,7 +115,11 @@ class Replays:
     def __init__(self, profile: Profile, *, tied: Ties) -> None:
         self.profile, self._tied = profile, tied
         self._computed: dict[Question, Ends] = {}
+        #: Of short pipelines, from which those of longer ones follow.
+        self._replayed: dict[Question, Ends] = {}
         self._cuts: dict[tuple[Place, ...], Cut] = {}
+        self._costs: dict[tuple[Place, bool], StageCost] = {}
+        self._ends: dict[tuple[Schedule, tuple[tuple[Kind, int], ...]], float] = {}
 
     def step_s(self, plans: Sequence[Mapping[Kind, int]]) -> list[float]:
         """Return the step time of each plan under 1F1B, in seconds; a plan is a count of pipelines
@@ -147,38 +151,53 @@ class Replays:
     ) -> list[dict[Schedule, StepEstimate]]:
         """Estimate likewise plans of which only one pipeline of each kind is made, with the number
         of its kind. They have no shadows and no slow workers."""
-        kinds = []
-        for plan in plans:
-            some, first = [], 0
-            for pipeline, number in plan.items():
-                numbers = tuple(range(first, first + number))
-                some.append(self._alike(pipeline, places_of(pipeline), numbers))
-                first += number
-            kinds.append(some)
+        kinds = [self.counted_kinds(plan) for plan in plans]
         self._replay([(s, each.kind) for some in kinds for each in some for s in schedules])
         return [
             {schedule: self._estimate(some, schedule, plan.total()) for schedule in schedules}
             for plan, some in zip(map(Counter, plans), kinds, strict=True)
         ]
 
+    def counted_kinds(self, plan: Mapping[Pipeline, int]) -> list[Alike]:
+        """Return the kinds of such a plan's pipelines; raises ValueError, as `stage_cost`."""
+        found, first = [], 0
+        for pipeline, number in plan.items():
+            numbers = tuple(range(first, first + number))
+            found.append(self._alike(pipeline, places_of(pipeline), numbers))
+            first += number
+        return found
+
+    def ends_s(self, schedule: Schedule, microbatches: int, cut: Cut) -> Ends:
+        """Return when each stage of so many micro-batches through `cut` finishes its compute."""
+        asked = schedule, Kind(microbatches, cut)
+        self._replay([asked])
+        return self._computed[asked]
+
+    def cut(self, places: tuple[Place, ...], costs: Sequence[StageCost]) -> Cut:
+        """Return the cut at these places, always the same object."""
+        if places not in self._cuts:
+            self._cuts[places] = pipeline_cut(places, costs, self.profile)
+        return self._cuts[places]
+
     def kinds(self, plan: Plan) -> list[Alike]:
         """Return the groups of a plan's pipelines that run alike; raises ValueError, as
         `stage_cost`."""
         return [
-            self._alike(plan.pipelines[numbers[0]], places, tuple(numbers))
+            self._alike(plan.pipelines[numbers[0]], places, numbers)
             for (_, places), numbers in pipeline_kinds(plan).items()
         ]
 
     def _alike(
         self, pipeline: Pipeline, places: tuple[Place, ...], numbers: tuple[int, ...]
     ) -> Alike:
-        costs = [
-            cost_of(stage, self.profile, place.rate)
-            for stage, place in zip(pipeline.stages, places, strict=True)
-        ]
-        if places not in self._cuts:
-            self._cuts[places] = pipeline_cut(places, costs, self.profile)
-        return Alike(numbers, pipeline, Kind(pipeline.microbatches, self._cuts[places]), costs)
+        costs = []
+        for stage, place in zip(pipeline.stages, places, strict=True):
+            known = place._replace(node=0), stage.resident
+            if known not in self._costs:
+                self._costs[known] = cost_of(stage, self.profile, place.rate)
+            costs.append(self._costs[known])
+        kind = Kind(pipeline.microbatches, self.cut(places, costs))
+        return Alike(numbers, pipeline, kind, costs)
 
     def _estimate(
         self, kinds: Sequence[Alike], schedule: Schedule, replicas: int, plan: Plan | None = None
@@ -221,17 +240,20 @@ class Replays:
 
     def _replay(self, questions: Sequence[Question]) -> None:
         unknown = dict.fromkeys(q for q in questions if q not in self._computed)
-        self._computed.update(computed_s(unknown))
+        self._computed.update(computed_s(unknown, self._replayed))
 
     def _end_s(self, schedule: Schedule, kinds: Mapping[Kind, int]) -> float:
-        return step_end_s(
-            [
-                Computed(count=count, kind=kind, ends_s=self._computed[schedule, kind])
-                for kind, count in kinds.items()
-            ],
-            self.profile,
-            tied=self._tied,
-        )
+        asked = schedule, tuple(kinds.items())
+        if asked not in self._ends:
+            self._ends[asked] = step_end_s(
+                [
+                    Computed(count=count, kind=kind, ends_s=self._computed[schedule, kind])
+                    for kind, count in kinds.items()
+                ],
+                self.profile,
+                tied=self._tied,
+            )
+        return self._ends[asked]
 
 
 def kinds_of(plan: Plan, profile: Profile) -> Sequence[Alike]:
@@ -251,11 +273,17 @@ def _ends_s(plan: Plan, kinds: Iterable[KindEstimate]) -> dict[WorkerId, float]:
 
 
 def estimate_step(
-    plan: Plan, profile: Profile, *, tied: Ties = False, schedule: Schedule | None = None
+    plan: Plan,
+    profile: Profile,
+    *,
+    tied: Ties = False,
+    schedule: Schedule | None = None,
+    replays: Replays | None = None,
 ) -> StepEstimate:
-    """Estimate one plan's step (`Replays.estimates`); `schedule` replaces the plan's own."""
+    """Estimate one plan's step (`Replays.estimates`); `schedule` replaces the plan's own.
+    `replays`: those so far under `profile`."""
     wanted = schedule or plan.schedule
-    return Replays(profile, tied=tied).estimates([plan], [wanted])[0][wanted]
+    return (replays or Replays(profile, tied=tied)).estimates([plan], [wanted])[0][wanted]
 
 
 def computing_by_layer_s(plan: Plan, profile: Profile) -> Mapping[WorkerId, Mapping[int, float]]:
@@ -344,7 +372,7 @@ def with_shadow_bytes(
 
 def _peaks(
     plan: Plan, profile: Profile, replicas: int
-) -> Iterator[tuple[list[int], tuple[int, ...]]]:
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Yield for each kind of pipeline its positions in the plan, and the bytes per stage."""
     for (microbatches, _), numbers in pipeline_kinds(plan).items():
         costs = [cost_of(stage, profile) for stage in plan.pipelines[numbers[0]].stages]

@@ -4,13 +4,14 @@ Owns the replay's input for them. Must not know how the cost of a plan's stages 
 long a step takes.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
 from oobleck.core.ids import WorkerId
-from oobleck.core.plan import Pipeline, PipelineTemplate, Plan
+from oobleck.core.plan import Pipeline, PipelineTemplate, Plan, WorkerRate
 from oobleck.core.profile import Profile, message_s
 
 
@@ -76,13 +77,27 @@ def template_cut(template: PipelineTemplate, profile: Profile) -> Cut:
     return Cut(places=tuple(places), stages=tuple(times), message_s=messages_s(places, profile))
 
 
-def pipeline_kinds(plan: Plan) -> dict[tuple[int, tuple[Place, ...]], list[int]]:
+#: Positions of pipelines, by micro-batches and places.
+_Alike = Mapping[tuple[int, tuple[Place, ...]], tuple[int, ...]]
+
+
+def pipeline_kinds(plan: Plan) -> _Alike:
     """Return the positions in the plan of pipelines that run alike, by micro-batches and places."""
+    return _kinds(plan.pipelines, plan.rates)
+
+
+@lru_cache(maxsize=16)
+def _kinds(pipelines: tuple[Pipeline, ...], rates: tuple[WorkerRate, ...]) -> _Alike:
+    slow = {one.worker: one.rate for one in rates}
+
+    def rate(workers: Iterable[WorkerId]) -> float:
+        return min(slow.get(worker, 1.0) for worker in workers)
+
     kinds: dict[tuple[int, tuple[Place, ...]], list[int]] = {}
-    for number, pipeline in enumerate(plan.pipelines):
-        places = places_of(pipeline, plan.rate)
+    for number, pipeline in enumerate(pipelines):
+        places = places_of(pipeline, rate if slow else _as_profiled)
         kinds.setdefault((pipeline.microbatches, places), []).append(number)
-    return kinds
+    return {kind: tuple(numbers) for kind, numbers in kinds.items()}
 
 
 def replicas(plan: Plan) -> int:

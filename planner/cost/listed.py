@@ -14,9 +14,8 @@ from oobleck.core.profile import Profile, message_s
 from oobleck.core.routes import Hop, HopTicks, Listing, Route
 from oobleck.core.ties import Ties
 from oobleck.planner.cost.ends import plan_end_s
-from oobleck.planner.cost.estimate import pipeline_cut, shadow_bytes, stage_peak_bytes
-from oobleck.planner.cost.kinds import Kind, Place, pipeline_kinds, replicas
-from oobleck.planner.cost.replay import computed_s
+from oobleck.planner.cost.estimate import Replays, shadow_bytes, stage_peak_bytes
+from oobleck.planner.cost.kinds import Place, pipeline_kinds, replicas
 from oobleck.planner.cost.stages import StageCost, cost_of, idle_bytes, stage_cost
 from oobleck.planner.programs.listing.schedule import Foreseen, foreseen, listed_routes
 
@@ -49,18 +48,22 @@ def with_listing(plan: Plan, profile: Profile, *, split: bool = True) -> Plan:
     hops = tuple(_route_ticks(route, costs, tick_s, profile) for route in plan.routes)
     held = _held_bytes(plan, profile)
     room = tuple(max(0, profile.gpu_memory_bytes - held[worker]) for worker in plan.workers)
-    return replace(plan, listing=Listing(hops=hops, room=room, split=split))
+    return plan.having(listing=Listing(hops=hops, room=room, split=split))
 
 
-def estimate_listed(plan: Plan, profile: Profile, *, tied: Ties) -> ListedEstimate:
-    """Estimate a step of `plan`, which has a listing by `profile`. Raises PlanInfeasible."""
+def estimate_listed(
+    plan: Plan, profile: Profile, *, tied: Ties, replays: Replays | None = None
+) -> ListedEstimate:
+    """Estimate a step of `plan`, which has a listing by `profile`. `replays`: those so far under
+    the profile. Raises PlanInfeasible."""
+    replays = replays or Replays(profile, tied=tied)
     schedule = foreseen(plan)
     assert schedule is not None, "workers compute in several hops"
     tick_s = _tick_s(_costs(plan, profile))
     ends_s = {worker: end * tick_s for worker, end in schedule.ends.items()}
     for kind in _closed_kinds(plan, profile):
-        asked = Kind(kind.microbatches, pipeline_cut(kind.places, kind.costs, profile))
-        (ends,) = computed_s([(plan.schedule, asked)]).values()
+        cut = replays.cut(kind.places, kind.costs)
+        ends = replays.ends_s(plan.schedule, kind.microbatches, cut)
         for pipeline in kind.pipelines:
             for stage, end_s in zip(pipeline.stages, ends, strict=True):
                 ends_s.update(dict.fromkeys(stage.workers, end_s))
@@ -179,13 +182,20 @@ def _held_bytes(plan: Plan, profile: Profile, least_replicas: int = 1) -> dict[W
     found, beside = dict.fromkeys(plan.workers, 0), dict.fromkeys(plan.workers, 0)
     held_twice = sum(len(hold.layers) for hold in plan.holds) > plan.layer_count
     copies = max(least_replicas, 1 + held_twice)
+    known: dict[tuple[int, int, int, bool], tuple[int, int]] = {}
     for hold in plan.holds:
+        kind = hold.first_layer, hold.last_layer, len(hold.workers), hold.resident
         if set(hold.layers).issubset(plan.shadows.get(hold.workers[0], ())):
             own = whole = idle_bytes(profile, hold.layers, len(hold.workers))
         else:
-            cost = cost_of(hold, profile)
-            kept = replace(cost, working_bytes=0, exchange_bytes=0)
-            own, whole = (each.worker_bytes(0, replicas=copies) for each in (kept, cost))
+            if kind not in known:
+                cost = cost_of(hold, profile)
+                kept = replace(cost, working_bytes=0, exchange_bytes=0)
+                known[kind] = (
+                    kept.worker_bytes(0, replicas=copies),
+                    cost.worker_bytes(0, replicas=copies),
+                )
+            own, whole = known[kind]
         for worker in hold.workers:
             found[worker] += own
             # One layer is computed at a time.

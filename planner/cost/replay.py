@@ -40,16 +40,20 @@ class Event(NamedTuple):
     ended_s: float
 
 
-def computed_s(questions: Iterable[Question]) -> dict[Question, Ends]:
+def computed_s(
+    questions: Iterable[Question], replayed: dict[Question, Ends] | None = None
+) -> dict[Question, Ends]:
     """Return when each stage of each kind finishes its compute. For many micro-batches the times
-    are right to within a fraction of a per cent."""
+    are right to within a fraction of a per cent. `replayed`: earlier replays, to which new ones are
+    added."""
     counts = {question: _replayed(question[1]) for question in questions}
+    found: dict[Question, Ends] = {} if replayed is None else replayed
     short = dict.fromkeys(
-        (schedule, kind._replace(microbatches=count))
+        asked
         for (schedule, kind), own in counts.items()
         for count in own
+        if (asked := (schedule, kind._replace(microbatches=count))) not in found
     )
-    found: dict[Question, Ends] = {}
     # Pipelines of similar length go together, so that few columns go on alone.
     ordered = sorted(short, key=lambda q: (q[0], q[1].microbatches + len(q[1].cut.stages)))
     for schedule, group in groupby(ordered, key=lambda question: question[0]):
@@ -66,6 +70,26 @@ def computed_s(questions: Iterable[Question]) -> dict[Question, Ends]:
         )
         for (schedule, kind), own in counts.items()
     }
+
+
+def least_computed_s(kind: Kind) -> float:
+    """Return a lower bound of the seconds until a kind's stages have finished, under any schedule.
+
+    A stage waits for its first forward, then does all its work. If weight gradients come last, the
+    last micro-batch still has to go back through the stages before.
+    """
+    least = before = behind = 0.0
+    for number, stage in enumerate(kind.cut.stages):
+        message_s = kind.cut.message_s[number - 1] if number else 0.0
+        before += message_s
+        behind += message_s if number else 0.0
+        back_s = stage.backward_input_s if number else stage.backward_s
+        whole = kind.microbatches * (stage.forward_s + stage.backward_s)
+        passed = kind.microbatches * (stage.forward_s + back_s) + behind
+        least = max(least, before + whole, before + passed)
+        before += stage.forward_s
+        behind += back_s
+    return least
 
 
 def timeline(schedule: Schedule, kind: Kind) -> list[list[Event]]:

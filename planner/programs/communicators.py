@@ -70,10 +70,13 @@ def too_many(plan: Plan, *, tied: Ties) -> bool:
     ten workers.
     """
     links = Counter[WorkerId]()
-    for before, after in {pair for route in plan.routes for pair in pairwise(route.hops)}:
+    meeting = [plan.routes[position] for position in plan.meeting_routes]
+    for before, after in {pair for route in meeting for pair in pairwise(route.hops)}:
         for own, other in ((before.workers, after.workers), (after.workers, before.workers)):
             links.update(dict.fromkeys(own, 2 * _met(len(own), len(other))))
-    if max(links.values(), default=0) <= MOST_COMMUNICATORS // 2:
+    alone = {tuple(len(hop.workers) for hop in route.hops) for route in plan.routes}
+    most = max(links.values(), default=0)
+    if max(most, *map(most_links, alone)) <= MOST_COMMUNICATORS // 2:
         return False
     return _counts(communicators(plan, tied=tied)).most_common(1)[0][1] > MOST_COMMUNICATORS
 

@@ -151,6 +151,8 @@ class Situation:
     schedule_named: bool = False
     #: Number of simultaneous node losses that must cost nothing, with shadows if needed.
     shadows_for: int = 0
+    #: Step estimates under `profile`, kept for all situations; None: made anew.
+    replays: Replays | None = None
 
 
 def situation(change: Change) -> Situation:
@@ -162,6 +164,7 @@ def situation(change: Change) -> Situation:
         tied=change.tied,
         schedule_named=change.schedule_named,
         shadows_for=change.fault_tolerance if change.shadows else 0,
+        replays=change.replays,
     )
 
 
@@ -201,6 +204,8 @@ def idle(change: Change, plan: Plan) -> tuple[NodeName, ...]:
 def moves(change: Change, plan: Plan) -> tuple[int, int]:
     """Return the bytes of state that workers lack before `plan` can begin, and those of the node
     that receives or sends most."""
+    if _stays(change, plan):
+        return 0, 0
     received, sent = _moves(change, plan, [la.travelling_bytes for la in change.profile.layers])
     return received.total(), max((*received.values(), *sent.values()), default=0)
 
@@ -211,6 +216,8 @@ def outrun_bytes(change: Change, plan: Plan, step_s: float) -> int:
     A copy is followed by the gradients of each step, and a node's link carries only as many of
     these as fit into one step.
     """
+    if _stays(change, plan):
+        return 0
     layers = change.profile.layers
     room = change.profile.links.inter_node_bytes_per_s * step_s
     state = _moves(change, plan, [layer.travelling_bytes for layer in layers])
@@ -223,6 +230,11 @@ def outrun_bytes(change: Change, plan: Plan, step_s: float) -> int:
         )
         for moved, of_a_step in zip(state, gradients, strict=True)
     )
+
+
+def _stays(change: Change, plan: Plan) -> bool:
+    """Return whether all holds of the plan are those of the running one, so that nothing moves."""
+    return plan.holds == change.plan.holds or set(change.plan.holds).issuperset(plan.holds)
 
 
 def _moves(

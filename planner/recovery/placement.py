@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from msgspec import structs
 from numpy.typing import NDArray
 
 from oobleck.core.ids import Generation, NodeName, WorkerId
@@ -87,9 +88,10 @@ def seat(
     *,
     templates: Templates,
     state_bytes: Sequence[int],
+    held: Mapping[NodeName, Kind] | None = None,
 ) -> Seats:
     """Return the seats that move the fewest bytes; among equals a node stays beside its old
-    neighbours.
+    neighbours. `held`: `plan_kinds` of the plan, where the caller has them.
     """
     staying = {node for slot in slots if slot.kept for node in slot.kept.nodes}
     pool = sorted(alive - staying)
@@ -99,7 +101,7 @@ def seat(
         if slot.kept is None
         for kind in _template_kinds(templates[slot.size])
     ]
-    held = _plan_kinds(plan)
+    held = plan_kinds(plan) if held is None else held
     rows, places = _numbered([kind for _, kind in wanted])
     columns, holders = _numbered([held.get(node, ()) for node in pool])
     kept = _kept_bytes(places, holders, state_bytes)[np.ix_(rows, columns)]
@@ -127,7 +129,7 @@ def reseated(
 ) -> Plan:
     """Return the `wanted` plan with its places given to `live` nodes, as many as it has or more, so
     that the fewest bytes move from what they hold under `plan`."""
-    kinds, held = _plan_kinds(wanted), _plan_kinds(plan)
+    kinds, held = plan_kinds(wanted), plan_kinds(plan)
     pool = sorted(live)
     rows, places = _numbered([kinds[name] for name in wanted.nodes])
     columns, holders = _numbered([held.get(node, ()) for node in pool])
@@ -147,10 +149,13 @@ def renamed(plan: Plan, nodes: Mapping[NodeName, NodeName]) -> Plan:
         return tuple(WorkerId(nodes[worker.node], worker.slot) for worker in workers)
 
     routes = tuple(
-        replace(route, hops=tuple(replace(hop, workers=moved(hop.workers)) for hop in route.hops))
+        structs.replace(
+            route,
+            hops=tuple(structs.replace(hop, workers=moved(hop.workers)) for hop in route.hops),
+        )
         for route in plan.routes
     )
-    holds = tuple(replace(one, workers=moved(one.workers)) for one in plan.holds)
+    holds = tuple(structs.replace(one, workers=moved(one.workers)) for one in plan.holds)
     return replace(plan, holds=holds, routes=routes)
 
 
@@ -173,7 +178,7 @@ def _template_kinds(template: PipelineTemplate) -> list[Kind]:
     return [tuple(kind) for kind in kinds]
 
 
-def _plan_kinds(plan: Plan) -> dict[NodeName, Kind]:
+def plan_kinds(plan: Plan) -> dict[NodeName, Kind]:
     """Return what each node of the plan holds: by slot the layers that a worker runs, then shadows,
     which suit any worker of the node."""
     kinds: dict[NodeName, list[tuple[bool, int, tuple[int, int, int, int]]]] = {}

@@ -17,7 +17,7 @@ Owns the plan of templates. Must not know the workers' real holdings:
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 
 from oobleck.core.errors import PlanInfeasible
@@ -26,7 +26,7 @@ from oobleck.core.plan import Plan, Templates
 from oobleck.core.profile import Profile
 from oobleck.core.units import are, count
 from oobleck.planner.recovery.changes import Change, by_rules, reshaped
-from oobleck.planner.recovery.placement import Seats, Slot, put_in_place, seat
+from oobleck.planner.recovery.placement import Seats, Slot, plan_kinds, put_in_place, seat
 from oobleck.planner.recovery.rules import Reconfiguration
 from oobleck.planner.search.demand import (
     BAND,
@@ -86,7 +86,7 @@ def reconfigure(
     if before <= alive and demand.nodes <= len(before):
         # Nodes that this plan cannot use fit into no other plan either.
         return Reconfiguration(
-            plan=replace(plan, generation=generation),
+            plan=plan.having(generation=generation),
             rule="replace",
             reason="the nodes are the same: the placement stays",
             idle=tuple(sorted(alive - before)),
@@ -214,13 +214,16 @@ def _least_cost(
     fastest = min(time for time, _ in timed)
     state_bytes = [layer.travelling_bytes for layer in profile.layers]
     rate = profile.links.inter_node_bytes_per_s
+    held = plan_kinds(plan)
     least = float("inf")
     ways: list[tuple[float, int, int, Change, Seats]] = []
     for number, (time, change) in sorted(enumerate(timed), key=lambda one: one[1][0]):
         cost = time / fastest if fastest else 1.0
         if cost > least + TIE:
             break  # seats only add to the cost
-        seats = seat(change.slots, plan, alive, templates=templates, state_bytes=state_bytes)
+        seats = seat(
+            change.slots, plan, alive, templates=templates, state_bytes=state_bytes, held=held
+        )
         cost += seats.busiest_bytes / rate / USE_S
         least = min(least, cost)
         ways.append((cost, seats.moved_bytes, number, change, seats))

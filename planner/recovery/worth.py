@@ -4,16 +4,17 @@ Owns the answers by templates and by re-routing, and the shadows that follow the
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from oobleck.core.errors import PlanInfeasible
 from oobleck.core.ids import WorkerId
-from oobleck.core.plan import Plan, place
+from oobleck.core.plan import Pipeline, PipelineTemplate, Plan, place
 from oobleck.core.routes import Hop, Route
 from oobleck.core.schedules import SCHEDULES, Schedule
 from oobleck.core.units import comma_separated, count
 from oobleck.planner.cost.estimate import Replays, estimate_step
+from oobleck.planner.cost.kinds import Place, pipeline_kinds
 from oobleck.planner.cost.listed import estimate_listed, with_listing
 from oobleck.planner.programs.compiler.proof import prove
 from oobleck.planner.programs.listing.schedule import listed_routes
@@ -104,7 +105,7 @@ def shadowed(change: Change) -> Answer:
     Its routes and schedule stay. Raises PlanInfeasible where there are none to add.
     """
     profile = change.profile
-    plan = replace(_with_more(change), generation=change.generation)
+    plan = _with_more(change).having(generation=change.generation)
     if plan.listing is None:
         plan = settled(plan, profile)
         step_s = estimate_step(plan, profile, tied=change.tied).step_s
@@ -241,9 +242,9 @@ def _best_of_equals(plan: Plan, change: Change, replays: Replays) -> Plan:
     """
     (estimates,) = replays.estimates([plan], SCHEDULES)
     choice = choose_among(estimates, change.profile, None)
-    first = replace(plan, schedule=choice.schedule)
+    first = plan.having(schedule=choice.schedule)
     weighed_s = {
-        schedule: estimate.step_s * splitting_weight(replace(plan, schedule=schedule))
+        schedule: estimate.step_s * splitting_weight(plan.having(schedule=schedule))
         for schedule, estimate in estimates.items()
     }
     fits_best = weighed_s[choice.schedule] * (1 - _LEAST_RECUT) <= min(weighed_s.values())
@@ -253,25 +254,59 @@ def _best_of_equals(plan: Plan, change: Change, replays: Replays) -> Plan:
         return first
     kept = frozenset(change.base.pipelines)
     new = {n for n, pipeline in zip(sizes, plan.pipelines, strict=True) if pipeline not in kept}
-    plans = []
-    for size in sorted(new):
-        for costed in change.equals.get(size, ()):
-            costs = {**known, size: costed.cost}
-            shares = share_batch([costs[n] for n in sizes], plan.microbatches)
-            recut = [
-                place(costed.template, pipeline.nodes, microbatches=share)
-                if n == size
-                else replace(pipeline, microbatches=share)
-                for n, share, pipeline in zip(sizes, shares, plan.pipelines, strict=True)
-            ]
-            plans.append(Plan.of_pipelines(recut, generation=plan.generation))
-    found = [(choice.step_s * splitting_weight(first), first)]
-    for each, estimates in zip(plans, replays.estimates(plans, SCHEDULES), strict=True):
+    cuts = [
+        _Recut(
+            size=size,
+            template=costed.template,
+            shares=share_batch([{**known, size: costed.cost}[n] for n in sizes], plan.microbatches),
+        )
+        for size in sorted(new)
+        for costed in change.equals.get(size, ())
+    ]
+    counted = replays.counted([cut.counted(plan) for cut in cuts], SCHEDULES)
+    most_s = choice.step_s * splitting_weight(first) * (1 - _LEAST_RECUT)
+    best: tuple[float, _Recut, Schedule] | None = None
+    for cut, estimates in zip(cuts, counted, strict=True):
         choice = choose_among(estimates, change.profile, None)
-        scheduled = replace(each, schedule=choice.schedule)
-        found.append((choice.step_s * splitting_weight(scheduled), scheduled))
-    least_s, best = min(found, key=lambda one: one[0])
-    return best if least_s < found[0][0] * (1 - _LEAST_RECUT) else first
+        taken_s = choice.step_s * splitting_weight(first.having(schedule=choice.schedule))
+        if taken_s < most_s and (best is None or taken_s < best[0]):
+            best = taken_s, cut, choice.schedule
+    return first if best is None else best[1].plan(plan, best[2])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Recut:
+    """Other cut of a plan's pipelines of one size, with the shares of the batch that follow."""
+
+    size: int
+    template: PipelineTemplate
+    shares: Sequence[int]
+
+    def plan(self, plan: Plan, schedule: Schedule) -> Plan:
+        recut = map(self._recut, plan.pipelines, self.shares)
+        return Plan.of_pipelines(recut, generation=plan.generation, schedule=schedule)
+
+    def counted(self, plan: Plan) -> Mapping[Pipeline, int]:
+        """Return one pipeline of each kind, with the number of its kind: a plan of a thousand nodes
+        takes milliseconds to make."""
+        before = {number: cut for (_, cut), own in pipeline_kinds(plan).items() for number in own}
+        template = tuple(
+            Place(one.first_layer, one.last_layer, one.gpus, one.node)
+            for one in self.template.stages
+        )
+        kinds: dict[tuple[int, tuple[Place, ...]], Pipeline] = {}
+        counts: Counter[Pipeline] = Counter()
+        for number, (pipeline, share) in enumerate(zip(plan.pipelines, self.shares, strict=True)):
+            kind = share, template if len(pipeline.nodes) == self.size else before[number]
+            if kind not in kinds:
+                kinds[kind] = self._recut(pipeline, share)
+            counts[kinds[kind]] += 1
+        return counts
+
+    def _recut(self, pipeline: Pipeline, share: int) -> Pipeline:
+        if len(pipeline.nodes) == self.size:
+            return place(self.template, pipeline.nodes, microbatches=share)
+        return replace(pipeline, microbatches=share)
 
 
 def _base_for_rates(change: Change) -> tuple[Plan, str]:
@@ -375,7 +410,7 @@ def _around(change: Change) -> list[_Around]:
         found.setdefault((routed.schedule, frozenset(routed.routes)), around)
         if not listed_routes(routed) and not change.schedule_named:
             # Listed routes have their backwards split where that is faster.
-            split = replace(routed, schedule="zb-h1")
+            split = routed.having(schedule="zb-h1")
             around = _Around(plan=split, least_s=_least_s(split, ticks))
             found.setdefault((split.schedule, frozenset(split.routes)), around)
     if not found:

@@ -8,6 +8,8 @@ time.
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from msgspec import structs
+
 from oobleck.core.errors import PlanInfeasible
 from oobleck.core.ids import WorkerId
 from oobleck.core.plan import Pipeline, Plan
@@ -95,8 +97,10 @@ def with_residents(plan: Plan, profile: Profile) -> Plan:
         for number, stage in enumerate(pipeline.stages)
         if len(stage.workers) > 1 and _has_room(plan, pipeline, number, profile, shadows)
     }
-    holds = tuple(replace(hold, resident=hold.workers in resident) for hold in plan.holds)
-    return replace(plan, holds=holds)
+    if all(hold.resident == (hold.workers in resident) for hold in plan.holds):
+        return plan
+    holds = (structs.replace(one, resident=one.workers in resident) for one in plan.holds)
+    return replace(plan, holds=tuple(holds))
 
 
 def _has_room(
@@ -128,7 +132,7 @@ def keep_schedule(plan: Plan, profile: Profile) -> Plan:
     """
     if plan.schedule == "1f1b" or peak_bytes(plan, profile) <= profile.gpu_memory_bytes:
         return plan
-    return replace(plan, schedule="1f1b")
+    return plan.having(schedule="1f1b")
 
 
 def _wanted(schedule: Schedule, estimates: Mapping[Schedule, StepEstimate], limit: int) -> str:

@@ -236,7 +236,7 @@ def make_first_plan(
         made.append((maker.ranks([plan])[0], each, plan))
     plan = maker.recut(*min(made, key=lambda one: one[0]))
     choice = maker.choice(plan)
-    plan = replace(plan, schedule=choice.schedule)
+    plan = plan.having(schedule=choice.schedule)
     if shadows:
         plan = with_shadows(plan, profile, fault_tolerance=min_pipelines - 1)
         if plan.shadows:

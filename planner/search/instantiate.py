@@ -10,13 +10,14 @@ that order, and the choice by a judge among candidates near the best. The formul
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 
 from oobleck.core.errors import PlanInfeasible
 from oobleck.core.ids import Generation, NodeName
 from oobleck.core.plan import Pipeline, PipelineTemplate, Plan, place
-from oobleck.core.profile import Profile
+from oobleck.core.profile import Links, Profile
 from oobleck.core.units import are, count
-from oobleck.planner.cost.stages import pipeline_cost
+from oobleck.planner.cost.stages import PipelineCost, pipeline_cost
 from oobleck.planner.search.demand import (
     BAND,
     Costs,
@@ -137,11 +138,37 @@ def choose(demand: Demand, patience: Patience | None = None) -> tuple[Instantiat
     The others are the best ones of other numbers of pipelines, the most promising numbers first.
     Ties go to more pipelines. Raises PlanInfeasible.
     """
-    patience = patience or Patience()
     if not demand.costs:
         raise PlanInfeasible("there are no templates to choose from")
     if not demand.numbers:
         raise PlanInfeasible(*_too_few(demand))
+    return _chosen(
+        tuple(demand.costs.items()),
+        demand.nodes,
+        demand.microbatches,
+        demand.min_pipelines,
+        demand.links,
+        patience or Patience(),
+    )
+
+
+@lru_cache(maxsize=256)
+def _chosen(
+    costs: tuple[tuple[int, PipelineCost], ...],
+    nodes: int,
+    microbatches: int,
+    min_pipelines: int,
+    links: Links,
+    patience: Patience,
+) -> tuple[Instantiation, ...]:
+    """Choose for the demand of these fields, which comes again whichever node of some is lost."""
+    demand = Demand(
+        costs=dict(costs),
+        nodes=nodes,
+        microbatches=microbatches,
+        min_pipelines=min_pipelines,
+        links=links,
+    )
     search = SizeSearch(demand, patience.slack)
     floors = {pipelines: search.floors(pipelines) for pipelines in demand.numbers}
     numbers = sorted(floors, key=lambda pipelines: min(floors[pipelines]))

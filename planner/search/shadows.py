@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 
+from msgspec import structs
+
 from oobleck.core.ids import NodeName, WorkerId
 from oobleck.core.plan import Plan
 from oobleck.core.profile import Profile
@@ -264,7 +266,9 @@ def with_shadows(
         return plan
     bare = plan
     if plan.listing is None:
-        bare = replace(plan, holds=tuple(replace(hold, resident=False) for hold in plan.holds))
+        bare = replace(
+            plan, holds=tuple(structs.replace(hold, resident=False) for hold in plan.holds)
+        )
     room = _room(bare, profile, kept)
     if room is None:
         return plan

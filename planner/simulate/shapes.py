@@ -12,6 +12,8 @@ from itertools import count as numbers
 from itertools import islice
 from typing import TypeVar
 
+from msgspec import structs
+
 from oobleck.core.errors import PlanInfeasible
 from oobleck.core.ids import Generation, NodeName, WorkerId
 from oobleck.core.plan import Pipeline, Plan, is_of_pipelines
@@ -210,8 +212,8 @@ class Shapes:
             base = plan
         else:
             same = base is plan
-            plan = replace(plan, generation=_FIRST)
-            base = plan if same else replace(base, generation=_FIRST)
+            plan = plan.having(generation=_FIRST)
+            base = plan if same else base.having(generation=_FIRST)
             names = list(plan.nodes)
         key = plan, base
         if key not in self._known:
@@ -259,7 +261,9 @@ def _of_pipelines(pipelines: Sequence[Pipeline], schedule: Schedule) -> Shape:
         replace(
             each,
             nodes=tuple(place[name] for name in each.nodes),
-            stages=tuple(replace(one, workers=_moved(one.workers, place)) for one in each.stages),
+            stages=tuple(
+                structs.replace(one, workers=_moved(one.workers, place)) for one in each.stages
+            ),
         )
         for each in pipelines
     ]
@@ -297,7 +301,7 @@ def _by_places(plan: Plan) -> tuple[Plan, list[NodeName]]:
     """Return the plan with its nodes named by their places, and the name before of each."""
     before = list(dict.fromkeys(hold.workers[0].node for hold in plan.holds))
     place = _places(before)
-    return replace(renamed(plan, place), generation=_FIRST), before
+    return renamed(plan, place).having(generation=_FIRST), before
 
 
 def swapped(shape: Shape, gone: Collection[int]) -> Sequence[int] | None:

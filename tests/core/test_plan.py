@@ -6,7 +6,7 @@ import pytest
 
 from oobleck.core.codec import decode, encode
 from oobleck.core.ids import Generation, NodeName
-from oobleck.core.plan import Pipeline, Plan
+from oobleck.core.plan import Pipeline, Plan, WorkerRate
 from oobleck.core.routes import Hold, Route, Shard
 from oobleck.planner.recovery.reconfigure import can_lose
 from support.plans import hold, hop, plan_of_cuts, route, worker
@@ -64,6 +64,19 @@ def test_nodes_with_a_copy_count_for_what_can_be_lost() -> None:
     assert can_lose(replace(ROUTED, holds=(*ROUTED.holds, hold(2, 2, worker(2))))) == 1
     twice = hold(2, 2, worker(1, 1))
     assert can_lose(replace(ROUTED, holds=(*ROUTED.holds, twice))) == 0  # on the same node
+
+
+def test_other_times_of_a_plan_leave_all_that_follows_from_its_holds() -> None:
+    assert hash(ROUTED)
+    assert ROUTED.rate([worker(0)]) == 1.0
+    rates = (WorkerRate(worker=worker(0), rate=0.5),)
+    slow = ROUTED.having(generation=Generation(2), schedule="zb-h1", rates=rates)
+    assert slow == replace(ROUTED, generation=Generation(2), schedule="zb-h1", rates=rates)
+    assert hash(slow) != hash(ROUTED)
+    assert slow.rate([worker(0)]) == 0.5
+    assert slow.workers is ROUTED.workers
+    with pytest.raises(ValueError, match="it is no worker of the plan"):
+        ROUTED.having(rates=(WorkerRate(worker=worker(7), rate=0.5),))
 
 
 def test_it_comes_back_from_its_text() -> None:

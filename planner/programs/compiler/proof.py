@@ -62,6 +62,7 @@ from oobleck.core.instructions import (
 )
 from oobleck.core.plan import Pipeline, Plan
 from oobleck.core.routes import Hold
+from oobleck.core.schedules import Schedule
 from oobleck.planner.programs.compiler.compile import add_communication, compile_bodies
 from oobleck.planner.programs.compiler.schedule import Work, compute_order
 from oobleck.planner.programs.listing.schedule import example, listed_routes
@@ -329,14 +330,20 @@ def prove(plan: Plan) -> None:
     closed = [route for number, route in enumerate(plan.routes) if number not in listed]
     kinds = {(tuple(len(hop.workers) for hop in r.hops), r.microbatches) for r in closed}
     for widths, microbatches in sorted(kinds):
-        stages = len(widths)
-        for first in range(stages - 1):
-            count = min(microbatches, stages - first + _ROUNDS)
-            before, after = (
-                _talking(compute_order(plan.schedule, stages=stages, stage=s, microbatches=count))
-                for s in (first, first + 1)
-            )
-            _prove_messages(_shortest(before, after), widths[first : first + 2])
+        _prove_pipeline(plan.schedule, widths, min(microbatches, len(widths) + _ROUNDS))
+
+
+@lru_cache(maxsize=4096)
+def _prove_pipeline(schedule: Schedule, widths: tuple[int, ...], microbatches: int) -> None:
+    """Prove the messages of each two neighbours of stages with these numbers of workers."""
+    stages = len(widths)
+    for first in range(stages - 1):
+        count = min(microbatches, stages - first + _ROUNDS)
+        before, after = (
+            _talking(compute_order(schedule, stages=stages, stage=s, microbatches=count))
+            for s in (first, first + 1)
+        )
+        _prove_messages(_shortest(before, after), widths[first : first + 2])
 
 
 def _talking(order: Iterable[Work]) -> _Order:
@@ -404,3 +411,4 @@ def _pair(widths: Sequence[int]) -> Plan:
 def forget() -> None:
     """Forget all proofs."""
     _prove_messages.cache_clear()
+    _prove_pipeline.cache_clear()

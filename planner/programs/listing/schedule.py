@@ -13,6 +13,8 @@ from functools import lru_cache
 from itertools import islice
 from typing import NamedTuple
 
+from msgspec import structs
+
 from oobleck.core.ids import Generation, WorkerId
 from oobleck.core.instructions import Backward, BackwardInput, BackwardWeight, Compute, Forward
 from oobleck.core.plan import Plan
@@ -171,7 +173,7 @@ def _asked(plan: Plan) -> tuple[Plan, tuple[int, ...]] | None:
     if plan.listing is None:
         raise ValueError("workers compute in several hops, and the plan lacks their costs")
     # The generation and the order in closed forms do not matter, and the ticks include the rates.
-    return replace(plan, generation=Generation(0), schedule="1f1b", rates=()), routes
+    return plan.having(generation=Generation(0), schedule="1f1b", rates=()), routes
 
 
 @lru_cache(maxsize=4)
@@ -303,7 +305,9 @@ def _of_routes(plan: Plan, routes: Iterable[int]) -> Plan:
     room = tuple(
         own for worker, own in zip(plan.workers, plan.listing.room, strict=True) if worker in some
     )
-    listing = replace(plan.listing, hops=tuple(plan.listing.hops[n] for n in routes), room=room)
+    listing = structs.replace(
+        plan.listing, hops=tuple(plan.listing.hops[n] for n in routes), room=room
+    )
     return replace(plan, holds=holds, routes=tuple(chosen), listing=listing)
 
 
@@ -350,7 +354,7 @@ def shortened(plan: Plan, most: int) -> Plan:
     if longest <= most:
         return plan
     routes = tuple(
-        replace(route, microbatches=max(1, round(route.microbatches * most / longest)))
+        structs.replace(route, microbatches=max(1, round(route.microbatches * most / longest)))
         for route in plan.routes
     )
     return replace(plan, routes=routes)

@@ -149,7 +149,7 @@ def _by_rates(change: Change, now: Situation) -> Iterator[Answer]:
     running = change.plan
     tolerated = min(change.fault_tolerance, can_lose(running))
     for each in candidates(now):
-        plan = replace(each.plan, generation=change.generation)
+        plan = each.plan.having(generation=change.generation)
         if (plan.holds, plan.routes, plan.schedule) == (
             running.holds,
             running.routes,

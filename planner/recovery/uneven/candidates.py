@@ -167,12 +167,11 @@ def staying_s(now: Situation) -> float:
     """Return the step time of the running plan at the current rates."""
     plan = now.running.with_rates(now.rates)
     if not listed_routes(plan):
-        return estimate_step(plan, now.profile, tied=now.tied).step_s
+        return estimate_step(plan, now.profile, tied=now.tied, replays=now.replays).step_s
     listing = now.running.listing
     split = listing is None or listing.split
-    return estimate_listed(
-        with_listing(plan, now.profile, split=split), now.profile, tied=now.tied
-    ).step_s
+    plan = with_listing(plan, now.profile, split=split)
+    return estimate_listed(plan, now.profile, tied=now.tied, replays=now.replays).step_s
 
 
 def candidates(now: Situation) -> Iterator[Candidate]:
@@ -206,7 +205,7 @@ def _settled(plan: Plan, now: Situation) -> tuple[Plan, float]:
     """Return the settled plan of whole routes, and its step time. Raises PlanInfeasible."""
     final = settled(keep_schedule(plan, now.profile), now.profile)
     check_room(peak_bytes(final, now.profile), now)
-    return final, estimate_step(final, now.profile, tied=now.tied).step_s
+    return final, estimate_step(final, now.profile, tied=now.tied, replays=now.replays).step_s
 
 
 def recuts(source: Plan, now: Situation) -> Iterator[Candidate]:
@@ -218,7 +217,7 @@ def recuts(source: Plan, now: Situation) -> Iterator[Candidate]:
     if stages * source.layer_count**2 > _MOST_CUTS:
         return
     schedules: tuple[Schedule, ...] = (source.schedule, "1f1b")
-    cuts = [recut(replace(source, schedule=s), now.profile) for s in dict.fromkeys(schedules)]
+    cuts = [recut(source.having(schedule=s), now.profile) for s in dict.fromkeys(schedules)]
     found = [
         each
         for plan in cuts
@@ -272,14 +271,14 @@ def scheduled(plan: Plan, now: Situation, *, split: bool = True) -> tuple[Plan, 
     if sum(route.microbatches * len(route.hops) for route in routes) > MOST_VISITS:
         raise PlanInfeasible("so many micro-batches on so many hops take too long to schedule")
     plan = with_listing(plan, profile, split=split)
-    estimate = estimate_listed(plan, profile, tied=now.tied)
+    estimate = estimate_listed(plan, profile, tied=now.tied, replays=now.replays)
     if plan.schedule != "1f1b" and estimate.peak_bytes > profile.gpu_memory_bytes:
-        plan = replace(plan, schedule="1f1b")  # keeps fewest activations
-        estimate = estimate_listed(plan, profile, tied=now.tied)
+        plan = plan.having(schedule="1f1b")  # keeps fewest activations
+        estimate = estimate_listed(plan, profile, tied=now.tied, replays=now.replays)
     check_room(estimate.peak_bytes, now)
-    others = replace(plan, schedule="zb-h1")
+    others = plan.having(schedule="zb-h1")
     if others != plan and not now.schedule_named and len(routes) < len(plan.routes):
-        other = estimate_listed(others, profile, tied=now.tied)
+        other = estimate_listed(others, profile, tied=now.tied, replays=now.replays)
         if other.peak_bytes <= profile.gpu_memory_bytes and other.step_s < estimate.step_s:
             return others, other.step_s
     return plan, estimate.step_s

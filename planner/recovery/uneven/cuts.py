@@ -8,6 +8,7 @@ from heapq import heapify, heapreplace
 from types import EllipsisType
 
 import numpy as np
+from msgspec import structs
 from numpy.typing import NDArray
 
 from oobleck.core.plan import Pipeline, Plan
@@ -40,7 +41,9 @@ def reshared(plan: Plan, profile: Profile) -> Plan:
     if max(shares) == most < all_but_one:
         shares = _shares(plan, cuts, all_but_one)
     routes = zip(plan.routes, shares, strict=True)
-    return replace(plan, routes=tuple(replace(r, microbatches=share) for r, share in routes))
+    return replace(
+        plan, routes=tuple(structs.replace(r, microbatches=share) for r, share in routes)
+    )
 
 
 def _shares(plan: Plan, cuts: Mapping[int, Cut], most: int) -> list[int]:
@@ -105,7 +108,7 @@ def _recut(pipeline: Pipeline, plan: Plan, table: StageTable, state: _Matrix) ->
     return replace(
         pipeline,
         stages=tuple(
-            replace(stage, first_layer=first, last_layer=stop - 1, resident=False)
+            structs.replace(stage, first_layer=first, last_layer=stop - 1, resident=False)
             for stage, first, stop in cut
         ),
     )

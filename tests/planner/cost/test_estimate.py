@@ -236,7 +236,7 @@ def test_many_microbatches_are_extrapolated(schedule: Schedule) -> None:
 
 def test_kinds_are_told_apart_by_cut_width_and_share() -> None:
     plan = plan_of_cuts(([2, 1], 3), ([1, 2], 3), ([2, 1], 3), ([2, 1], 4), ([(2, 2), 1], 3))
-    assert list(pipeline_kinds(plan).values()) == [[0, 2], [1], [3], [4]]
+    assert list(pipeline_kinds(plan).values()) == [(0, 2), (1,), (3,), (4,)]
 
 
 def memory_profile(activation: int, memory: int) -> Profile:

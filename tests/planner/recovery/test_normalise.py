@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import accumulate
 
 import pytest
+from msgspec import structs
 
 from oobleck.core.errors import PlanInfeasible
 from oobleck.core.ids import Generation, NodeName, WorkerId
@@ -56,7 +57,9 @@ def of_two_workers(plan: Plan) -> Plan:
         replace(
             pipeline,
             stages=tuple(
-                replace(stage, workers=(*stage.workers, replace(stage.workers[0], slot=1)))
+                structs.replace(
+                    stage, workers=(*stage.workers, structs.replace(stage.workers[0], slot=1))
+                )
                 for stage in pipeline.stages
             ),
         )

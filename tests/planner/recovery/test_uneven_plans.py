@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import combinations, pairwise
 
 import pytest
+from msgspec import structs
 
 from oobleck.core.codec import encode
 from oobleck.core.errors import PlanInfeasible
@@ -48,7 +49,7 @@ def computed_s(plan: Plan, profile: Profile) -> float:
 
 def with_shares(plan: Plan, shares: list[int]) -> Plan:
     routes = zip(plan.routes, shares, strict=True)
-    return replace(plan, routes=tuple(replace(r, microbatches=n) for r, n in routes))
+    return replace(plan, routes=tuple(structs.replace(r, microbatches=n) for r, n in routes))
 
 
 def all_shares(total: int, parts: int) -> Iterator[list[int]]:
@@ -81,7 +82,7 @@ def all_cuts(pipeline: Pipeline, layers: int) -> Iterator[Pipeline]:
     for borders in combinations(range(1, layers), len(pipeline.stages) - 1):
         edges = pairwise([0, *borders, layers])
         stages = (
-            replace(stage, first_layer=first, last_layer=stop - 1)
+            structs.replace(stage, first_layer=first, last_layer=stop - 1)
             for stage, (first, stop) in zip(pipeline.stages, edges, strict=True)
         )
         yield replace(pipeline, stages=tuple(stages))

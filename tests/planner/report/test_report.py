@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from oobleck.core.errors import PlanInfeasible, ProgramDeadlock
 from oobleck.core.ids import WorkerId
@@ -165,7 +166,7 @@ def test_gpus_of_a_node_stand_together_and_equal_pipelines_are_drawn_once() -> N
         stages = list(pipeline.stages)
         if len(stages) == 3:
             node = stages[0].workers[0].node
-            stages[1] = replace(stages[1], workers=(WorkerId(node, 2),))
+            stages[1] = structs.replace(stages[1], workers=(WorkerId(node, 2),))
             pipeline = replace(
                 pipeline,
                 stages=tuple(stages),

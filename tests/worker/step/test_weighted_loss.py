@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from msgspec import structs
 
 from oobleck.core.job.code import Json
 from oobleck.core.job.model import OwnModelSpec
@@ -122,7 +123,7 @@ def test_undisturbed_it_is_the_mean_over_the_whole_batch(
 ) -> None:
     count = BATCH // int(training.get("microbatch", 2))  # type: ignore[call-overload]
     shares = [route.microbatches * count // plan.microbatches for route in plan.routes]
-    routes = (replace(r, microbatches=s) for r, s in zip(plan.routes, shares, strict=True))
+    routes = (structs.replace(r, microbatches=s) for r, s in zip(plan.routes, shares, strict=True))
     plan = replace(plan, routes=tuple(routes))
     job = make_job(tmp_path / "out", **training)
     with Director(warm, job) as cluster:
