@@ -16,15 +16,16 @@ from oobleck.core.plan import Pipeline, PipelineTemplate, Plan, place
 from oobleck.core.profile import Profile
 from oobleck.core.schedules import SCHEDULES, Schedule
 from oobleck.core.ties import Ties
-from oobleck.planner.cost.estimate import Replays
+from oobleck.planner.cost.estimate import Replays, stage_peak_bytes
 from oobleck.planner.cost.kinds import Kind
+from oobleck.planner.cost.replay import least_computed_s
 from oobleck.planner.cost.stages import PipelineCost, StageTable
-from oobleck.planner.search.choose import choose_among
+from oobleck.planner.search.choose import TIE, choose_among
 from oobleck.planner.search.demand import Costed, Instantiation
 from oobleck.planner.search.templates import Shortlist, shortlisted_templates
 
-#: Most instantiations that are estimated under their schedules, for each set of templates.
-MOST_ESTIMATED = 6
+#: Instantiations that are estimated under their schedules at a time, for each set of templates.
+_ESTIMATED = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,22 +70,46 @@ class Offer:
 
         Where the wanted one does not fit, it is infinite, or with `falls_back` that of 1F1B: a
         first plan is refused then, and later ones run under 1F1B. Beyond some candidates, those
-        that are slow under 1F1B are left out: their seconds are infinite too.
+        that cannot be the fastest are left out: their seconds are infinite too.
         """
-        order = list(range(len(candidates)))
-        if len(order) > MOST_ESTIMATED:
+        order, least_s = list(range(len(candidates))), [0.0] * len(candidates)
+        plans = [self._sketch(candidate) for candidate in candidates]
+        if len(order) > _ESTIMATED:
             quick = self.judge_quickly(candidates)
-            # The first one is the best by the formula; the result must not be worse.
-            order = sorted(order, key=lambda at: (at > 0, quick[at]))[:MOST_ESTIMATED]
+            # The first one is the best by the formula.
+            order.sort(key=lambda at: (at > 0, quick[at]))
+            least_s = [self._least_s(*one) for one in zip(plans, quick, strict=True)]
         times = [float("inf")] * len(candidates)
-        plans = [self._sketch(candidates[at]) for at in order]
-        for at, estimates in zip(order, self.replays.counted(plans, SCHEDULES), strict=True):
-            try:
-                times[at] = choose_among(estimates, self.profile, self.wanted).step_s
-            except PlanInfeasible:
-                if falls_back:
-                    times[at] = estimates["1f1b"].step_s
+        for first in range(0, len(order), _ESTIMATED):
+            best_s = min(times)
+            some = [at for at in order[first : first + _ESTIMATED] if least_s[at] < best_s]
+            counted = self.replays.counted([plans[at] for at in some], SCHEDULES)
+            for at, estimates in zip(some, counted, strict=True):
+                try:
+                    times[at] = choose_among(estimates, self.profile, self.wanted).step_s
+                except PlanInfeasible:
+                    if falls_back:
+                        times[at] = estimates["1f1b"].step_s
         return times
+
+    def _least_s(self, plan: Mapping[Pipeline, int], quick_s: float) -> float:
+        """Return a lower bound of the seconds of a step under its best schedule. `quick_s`: those
+        under 1F1B."""
+        kinds, copies = self.replays.counted_kinds(plan), sum(plan.values())
+        least_s = max(least_computed_s(one.kind) for one in kinds)
+        if self.wanted is not None:
+            return min(quick_s, least_s)
+        room = self.profile.gpu_memory_bytes
+        fits = any(
+            all(
+                max(stage_peak_bytes(one.costs, schedule, one.kind.microbatches, copies)) <= room
+                for one in kinds
+            )
+            for schedule in SCHEDULES
+            if schedule != "1f1b"
+        )
+        # Another schedule has to be faster by as much.
+        return least_s if fits and least_s < quick_s * (1 - TIE) else quick_s
 
     def _sketch(self, candidate: Instantiation) -> Mapping[Pipeline, int]:
         """Return one pipeline of each kind in the candidate, on any nodes, with their numbers: a

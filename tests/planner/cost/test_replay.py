@@ -10,7 +10,7 @@ from oobleck.core.profile import Links
 from oobleck.core.schedules import SCHEDULES, Schedule
 from oobleck.planner.cost.estimate import Replays, estimate_step
 from oobleck.planner.cost.kinds import Cut, Kind, Place, StageTimes, template_cut
-from oobleck.planner.cost.replay import Ends, Event, computed_s, timeline
+from oobleck.planner.cost.replay import Ends, Event, computed_s, least_computed_s, timeline
 from oobleck.planner.programs.compiler.compile import compile_programs
 from oobleck.planner.programs.compiler.schedule import compute_order
 from oobleck.planner.search.templates import feasible_sizes, generate_templates
@@ -92,6 +92,18 @@ def test_side_by_side_is_as_alone(seed: int) -> None:
     for schedule, kind in drawn:
         ends = [row[-1].ended_s for row in alone(schedule, kind)]
         assert found[schedule, kind] == pytest.approx(ends, rel=1e-12)
+
+
+def test_no_schedule_is_done_before_the_least_time() -> None:
+    rng = random.Random(4)
+    kinds = [random_kind(rng, most_stages=6) for _ in range(100)]
+    for (_, kind), ends in computed_s((s, kind) for s in SCHEDULES for kind in kinds).items():
+        assert max(ends) >= least_computed_s(kind) * (1 - 1e-9)
+    stage = StageTimes(1.0, 2.0, 1.0, 1.0, 0.0)
+    places = (Place(0, 0, 1, 0), Place(1, 1, 1, 1))
+    cut = Cut(places=places, stages=(stage, stage), message_s=(0.5,))
+    # The second stage waits 1.5 s and works 4 x 3 s.
+    assert least_computed_s(Kind(4, cut)) == pytest.approx(13.5)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

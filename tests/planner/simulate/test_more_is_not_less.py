@@ -47,7 +47,7 @@ def samples(profile: Profile, rows: list[Row], policy: RecoveryPolicy) -> float:
 
 
 @pytest.mark.parametrize("policy", ["auto", "templates"])
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(6))
 def test_more_is_never_less(seed: int, policy: RecoveryPolicy) -> None:
     profile, rows = case(seed)
     given = samples(profile, rows, policy)
