@@ -220,6 +220,15 @@ def read_faults(path: Path) -> tuple[FaultRule, ...]:
 )
 @click.option("--name", metavar="NAME", help="Name of this node.  [default: the host's name]")
 @click.option(
+    "--rack",
+    envvar="OOBLECK_RACK",
+    show_envvar=True,
+    default="",
+    metavar="NAME",
+    help="Rack, switch or host that this node shares with others, which may fail together with it. "
+    "Copies of a layer are spread over racks.  [default: unknown]",
+)
+@click.option(
     "--workers-per-node",
     "--workers",
     "workers",
@@ -343,6 +352,7 @@ def read_faults(path: Path) -> tuple[FaultRule, ...]:
 def agent(
     master: str,
     name: str | None,
+    rack: str,
     workers: int | None,
     device: str,
     gpus: str | None,
@@ -404,6 +414,7 @@ def agent(
             environment=environment,
             versions=versions(found),
             drain_grace_s=drain_grace,
+            rack=rack,
         )
         log.configure()
         holder = choose_way(master, config.name, credentials, token, insecure=insecure)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from oobleck.core.ids import NodeName, check_name
+from oobleck.core.ids import NodeName, check_name, check_rack
 from oobleck.core.job.code import CodePolicy
 from oobleck.core.messages import FaultRule
 from oobleck.host.gpu.devices import Gpu, device_kind
@@ -99,9 +99,12 @@ class AgentConfig:
     accept_code: bool = False
     #: Longest time for the work to move off before the agent ends.
     drain_grace_s: float = DRAIN_GRACE_S
+    #: Label of the node's rack; empty: unknown.
+    rack: str = ""
 
     def __post_init__(self) -> None:
         check_name(self.name, "node")
+        check_rack(self.rack)
         if self.worker_slots < 1:
             raise ValueError(
                 f"--workers-per-node {self.worker_slots}: a node needs at least one worker"

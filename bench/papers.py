@@ -31,7 +31,7 @@ from oobleck.planner.recovery.outlook import Outlook
 from oobleck.planner.recovery.terms import Terms
 from oobleck.planner.simulate.costs import Costs
 from oobleck.planner.simulate.replay import Setting, replay
-from oobleck.planner.simulate.shapes import Outcome, Rates, Shape, Shapes
+from oobleck.planner.simulate.shapes import Outcome, Racks, Rates, Shape, Shapes
 from oobleck.planner.simulate.trace import Row, Trace, trace_of
 
 #: Seconds between two losses.
@@ -75,7 +75,7 @@ class StepTable(Shapes):
             can_lose=nodes - 1 if copies else 0,
         )
 
-    def first(self, nodes: int, pipelines: int | None = None) -> Outcome:
+    def first(self, nodes: int, pipelines: int | None = None, racks: Racks = ()) -> Outcome:
         return self._measured(tuple(-1 - seat for seat in range(nodes)))
 
     def ask(
@@ -86,6 +86,7 @@ class StepTable(Shapes):
         wanted: PlanWanted,
         rates: Rates = (),
         outlook: Outlook | None = None,
+        racks: Racks = (),
     ) -> Outcome:
         stay = [seat for seat in range(len(shape.nodes)) if seat not in gone]
         return self._measured((*stay, *(-1 - seat for seat in range(fresh))))

@@ -15,6 +15,7 @@ Incarnation = NewType("Incarnation", str)
 #: Characters of a refused name that a message repeats.
 _SHOWN = 80
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
+_RACK = re.compile(r"[A-Za-z0-9._:/-]{1,63}")
 
 
 def check_name(name: str, what: str) -> str:
@@ -27,6 +28,16 @@ def check_name(name: str, what: str) -> str:
             f"'-', beginning with a letter or a digit{hint}"
         )
     return name
+
+
+def check_rack(rack: str) -> str:
+    """Return `rack` if it may label a node's rack, or is empty; else raise ValueError."""
+    if rack and _RACK.fullmatch(rack) is None:
+        raise ValueError(
+            f"rack {rack[:_SHOWN]!r} is not allowed: use 1 to 63 letters, digits, '.', '_', ':', "
+            "'/' and '-'"
+        )
+    return rack
 
 
 def nearest_name(text: str) -> str:

@@ -89,7 +89,7 @@ class AgentMessage(_message.Message):
     def __init__(self, incarnation: _Optional[str] = ..., register: _Optional[_Union[Register, _Mapping]] = ..., status: _Optional[_Union[NodeStatus, _Mapping]] = ..., report: _Optional[bytes] = ..., records: _Optional[_Union[StepRecords, _Mapping]] = ..., log: _Optional[_Union[LogLines, _Mapping]] = ..., recorded: _Optional[_Union[Recorded, _Mapping]] = ..., clock: _Optional[_Union[ClockRead, _Mapping]] = ..., examined: _Optional[_Union[Examined, _Mapping]] = ..., job_told: _Optional[_Union[JobTold, _Mapping]] = ...) -> None: ...
 
 class Register(_message.Message):
-    __slots__ = ("protocol", "newest_protocol", "node", "hostname", "address", "pid", "worker_slots", "device", "memory_per_worker_bytes", "status", "device_kind", "running", "versions", "acted_on", "boot", "code")
+    __slots__ = ("protocol", "newest_protocol", "node", "hostname", "address", "pid", "worker_slots", "device", "memory_per_worker_bytes", "status", "device_kind", "running", "versions", "acted_on", "boot", "code", "rack")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     NEWEST_PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     NODE_FIELD_NUMBER: _ClassVar[int]
@@ -106,6 +106,7 @@ class Register(_message.Message):
     ACTED_ON_FIELD_NUMBER: _ClassVar[int]
     BOOT_FIELD_NUMBER: _ClassVar[int]
     CODE_FIELD_NUMBER: _ClassVar[int]
+    RACK_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     newest_protocol: int
     node: str
@@ -122,7 +123,8 @@ class Register(_message.Message):
     acted_on: Head
     boot: str
     code: CodePolicy
-    def __init__(self, protocol: _Optional[int] = ..., newest_protocol: _Optional[int] = ..., node: _Optional[str] = ..., hostname: _Optional[str] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., worker_slots: _Optional[int] = ..., device: _Optional[str] = ..., memory_per_worker_bytes: _Optional[int] = ..., status: _Optional[_Union[NodeStatus, _Mapping]] = ..., device_kind: _Optional[str] = ..., running: _Optional[_Union[Assignment, _Mapping]] = ..., versions: _Optional[_Union[Versions, _Mapping]] = ..., acted_on: _Optional[_Union[Head, _Mapping]] = ..., boot: _Optional[str] = ..., code: _Optional[_Union[CodePolicy, _Mapping]] = ...) -> None: ...
+    rack: str
+    def __init__(self, protocol: _Optional[int] = ..., newest_protocol: _Optional[int] = ..., node: _Optional[str] = ..., hostname: _Optional[str] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., worker_slots: _Optional[int] = ..., device: _Optional[str] = ..., memory_per_worker_bytes: _Optional[int] = ..., status: _Optional[_Union[NodeStatus, _Mapping]] = ..., device_kind: _Optional[str] = ..., running: _Optional[_Union[Assignment, _Mapping]] = ..., versions: _Optional[_Union[Versions, _Mapping]] = ..., acted_on: _Optional[_Union[Head, _Mapping]] = ..., boot: _Optional[str] = ..., code: _Optional[_Union[CodePolicy, _Mapping]] = ..., rack: _Optional[str] = ...) -> None: ...
 
 class CodePolicy(_message.Message):
     __slots__ = ("accepts", "allows")
@@ -833,7 +835,7 @@ class ListNodesReply(_message.Message):
     def __init__(self, nodes: _Optional[_Iterable[_Union[NodeInfo, _Mapping]]] = ..., problem: _Optional[str] = ..., head: _Optional[_Union[HeadStatus, _Mapping]] = ...) -> None: ...
 
 class NodeInfo(_message.Message):
-    __slots__ = ("node", "state", "reason", "hostname", "address", "pid", "worker_slots", "device", "memory_per_worker_bytes", "job_id", "generation", "last_heard_s", "heard_before", "workers", "failures", "versions", "protocol", "code")
+    __slots__ = ("node", "state", "reason", "hostname", "address", "pid", "worker_slots", "device", "memory_per_worker_bytes", "job_id", "generation", "last_heard_s", "heard_before", "workers", "failures", "versions", "protocol", "code", "rack")
     NODE_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
@@ -852,6 +854,7 @@ class NodeInfo(_message.Message):
     VERSIONS_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     CODE_FIELD_NUMBER: _ClassVar[int]
+    RACK_FIELD_NUMBER: _ClassVar[int]
     node: str
     state: str
     reason: str
@@ -870,7 +873,8 @@ class NodeInfo(_message.Message):
     versions: Versions
     protocol: int
     code: CodePolicy
-    def __init__(self, node: _Optional[str] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., hostname: _Optional[str] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., worker_slots: _Optional[int] = ..., device: _Optional[str] = ..., memory_per_worker_bytes: _Optional[int] = ..., job_id: _Optional[str] = ..., generation: _Optional[int] = ..., last_heard_s: _Optional[float] = ..., heard_before: _Optional[bool] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., failures: _Optional[int] = ..., versions: _Optional[_Union[Versions, _Mapping]] = ..., protocol: _Optional[int] = ..., code: _Optional[_Union[CodePolicy, _Mapping]] = ...) -> None: ...
+    rack: str
+    def __init__(self, node: _Optional[str] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., hostname: _Optional[str] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., worker_slots: _Optional[int] = ..., device: _Optional[str] = ..., memory_per_worker_bytes: _Optional[int] = ..., job_id: _Optional[str] = ..., generation: _Optional[int] = ..., last_heard_s: _Optional[float] = ..., heard_before: _Optional[bool] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., failures: _Optional[int] = ..., versions: _Optional[_Union[Versions, _Mapping]] = ..., protocol: _Optional[int] = ..., code: _Optional[_Union[CodePolicy, _Mapping]] = ..., rack: _Optional[str] = ...) -> None: ...
 
 class EventsRequest(_message.Message):
     __slots__ = ("job_id", "follow")

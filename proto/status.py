@@ -1,6 +1,6 @@
 """Conversion of an agent's registration and status to messages and back."""
 
-from oobleck.core.ids import Generation, check_name
+from oobleck.core.ids import Generation, check_name, check_rack
 from oobleck.core.job.code import CodePolicy
 from oobleck.core.units import head
 from oobleck.host.versions import Versions
@@ -105,6 +105,7 @@ def _read_facts(message: pb.Register, incarnation: str) -> NodeFacts:
     if not 1 <= message.worker_slots <= MOST_SLOTS:
         raise ValueError(f"worker_slots: {message.worker_slots} is not in 1..{MOST_SLOTS}")
     one_of(message.device, ("cpu", "cuda"))
+    check_rack(message.rack)
     at_least(message.memory_per_worker_bytes, 1, "memory_per_worker_bytes")
     return struct_of(
         NodeFacts,

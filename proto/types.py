@@ -69,6 +69,8 @@ class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
     boot: str = ""
     #: Jobs' code that the node runs; None: unknown.
     code: CodePolicy | None = None
+    #: Label of its rack, whose nodes may fail together; empty: unknown.
+    rack: str = ""
 
     def outlives(self, known: "NodeFacts") -> bool:
         """Return whether the host was booted again since the agent of `known` started there, so

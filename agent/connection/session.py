@@ -287,6 +287,7 @@ class Session:
             newest_protocol=NEWEST,
             boot=boot_id(),
             code=self._config.code,
+            rack=self._config.rack,
         )
         registration = Registration(
             protocol=OLDEST,

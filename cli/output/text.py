@@ -185,6 +185,7 @@ _NODE_COLUMNS = (
     Column("NODE", lambda node: node.node),
     Column("STATE", lambda node: node.state),
     Column("WORKERS", lambda node: f"{ready(node)}/{node.worker_slots}"),
+    Column("RACK", lambda node: node.rack or "-", wide=True),
     Column("DEVICE", lambda node: node.device, wide=True),
     Column("MEMORY/WORKER", lambda node: format_bytes(node.memory_per_worker_bytes), wide=True),
     Column("ADDRESS", lambda node: node.address, wide=True),

@@ -136,6 +136,7 @@ def _report(
             policy=question.policy,
             slow=slow,
             shadows=question.shadows,
+            mtbf_s=question.mtbf_s,
         )
     except ValueError as error:  # also PlanInfeasible
         raise CommandFailed(str(error), USAGE) from error

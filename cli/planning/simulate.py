@@ -172,9 +172,11 @@ def simulate(
     if plot_file is not None:
         _check_plot(plot_file)
     question = read_question(job_file, profile_file, overrides, Flags(**flags))
+    racks = {} if racks_file is None else _racks(racks_file)
     case = _Case(
         path=trace_file,
-        trace=_trace(trace_file, racks_file),
+        trace=_trace(trace_file, racks),
+        racks=racks,
         question=question,
         nodes=nodes,
         until_s=until,
@@ -222,12 +224,11 @@ def _chosen(text: str) -> Sequence[RecoveryPolicy]:
     return [known[name] for name in dict.fromkeys(names)]
 
 
-def _trace(path: Path, racks_file: Path | None) -> "Trace":
+def _trace(path: Path, racks: "Racks") -> "Trace":
     from oobleck.cli.jobs.job_file import TextFile, read_text
     from oobleck.planner.simulate.racks import with_racks
     from oobleck.planner.simulate.trace import parse_rows, trace_of
 
-    racks = {} if racks_file is None else _racks(racks_file)
     wanted = TextFile(
         what="a trace of rows time_s,event,node[,value]", most_mib=256, field="--trace "
     )
@@ -269,6 +270,7 @@ class _Case:
 
     path: Path
     trace: "Trace"
+    racks: "Racks"
     question: Question
     nodes: int
     until_s: float | None
@@ -301,6 +303,7 @@ class _Case:
                 until_s=self.until_s,
                 spares=point.spares,
                 mtbf_s=self.question.mtbf_s,
+                racks=self.racks,
             )
         except PlanInfeasible as error:
             raise CommandFailed(str(error), USAGE) from error

@@ -2,7 +2,7 @@
 
 Pure, except for reading the file; loads nothing of ssh.
 
-    [user@]host[:port] [name=NAME] [workers=G] [device=cpu|cuda] [gpus=GPU,...]
+    [user@]host[:port] [name=NAME] [workers=G] [device=cpu|cuda] [gpus=GPU,...] [rack=NAME]
 """
 
 import re
@@ -14,7 +14,7 @@ from typing import Any
 import click
 
 from oobleck.cli.options import F, json_option
-from oobleck.core.ids import check_name, nearest_name
+from oobleck.core.ids import check_name, check_rack, nearest_name
 from oobleck.host.command import USAGE, CommandFailed, nearest
 from oobleck.host.system.files import read_regular
 
@@ -24,7 +24,7 @@ _TARGET = re.compile(
     r"(?P<address>[A-Za-z0-9_][A-Za-z0-9_.-]*|\[[0-9A-Fa-f:.]+\])(:(?P<port>[0-9]{1,5}))?"
 )
 _FORM = "write [user@]host[:port], an IPv6 address in brackets"
-_KEYS = ("name", "workers", "device", "gpus")
+_KEYS = ("name", "workers", "device", "gpus", "rack")
 _MOST_WORKERS = 1024
 
 
@@ -124,6 +124,8 @@ def _agent_options(given: dict[str, str]) -> Iterator[str]:
         yield from ("--device", device)
     if "gpus" in given:
         yield from ("--gpus", given["gpus"])
+    if "rack" in given:
+        yield from ("--rack", check_rack(given["rack"]))
 
 
 def _check_apart(host: Host, other: Host) -> None:

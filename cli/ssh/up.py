@@ -129,8 +129,8 @@ def up(
     join, start its agent and wait until the master knows it.
 
     A line of HOSTS.txt is [user@]host[:port] [name=NAME] [workers=G] [device=cpu|cuda]
-    [gpus=GPU,...]. A repeated call makes only the missing changes. The master must be running, and
-    needs an operator's credentials; options after -- are passed to every agent.
+    [gpus=GPU,...] [rack=NAME]. A repeated call makes only the missing changes. The master must be
+    running, and needs an operator's credentials; options after -- are passed to every agent.
     """
     if force and rolling is None:
         raise click.UsageError("--force: requires --rolling; give both, or neither")

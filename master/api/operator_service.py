@@ -38,7 +38,7 @@ from oobleck.master.loop import Master
 from oobleck.master.planning.client import planning
 from oobleck.master.rules.adoption import NotAdopted
 from oobleck.master.rules.first_plan import code_refused, shortfall
-from oobleck.master.rules.questions import is_undecided
+from oobleck.master.rules.questions import is_undecided, outlook
 from oobleck.master.state.job import ENDED, Job
 from oobleck.master.storage.archive import Line
 from oobleck.master.storage.backup import Capture
@@ -221,7 +221,9 @@ class OperatorService(rpc.OperatorServicer):
         try:
             if job.state in ENDED:
                 raise PlanInfeasible(f"job {job.id} is {job.state}: nothing is planned any more")
-            asked = planning(job, self._master.state.candidates(job))
+            state = self._master.state
+            expected = outlook(state, job, self._master.now())
+            asked = planning(job, state.candidates(job), expected)
             return pb.PlanningReply(planning=encode(asked))
         except PlanInfeasible as infeasible:
             text = str(infeasible)[:MOST_DETAILS]

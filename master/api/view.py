@@ -111,7 +111,7 @@ def _outlook(state: ClusterState, job: Job, now: float) -> pb.Outlook:
         losses_per_node_day=per_node_s * 86_400,
         next_loss_s=1 / (per_node_s * max(1, len(job.current.members))),
         prior_mtbf_s=prior_s,
-        seen=sum(losses.events.values()),
+        seen=losses.seen,
         back_s=losses.median_back_s or 0.0,
     )
 
@@ -353,6 +353,7 @@ def node_info(state: ClusterState, node: Node, now: float, unix: float) -> pb.No
         protocol=min(facts.newest_protocol, NEWEST) if node.connected else 0,
         workers=_workers(state, node) if node.registered else [],
         code=code_message(facts.code),
+        rack=facts.rack,
     )
 
 

@@ -29,6 +29,7 @@ from oobleck.master.planning.requests import (
     Planner,
     PlanningFailed,
     profile_on,
+    racks_of,
     template_sizes,
 )
 from oobleck.master.state.job import Job
@@ -91,6 +92,7 @@ def first_plan(planner: Planner, job: Job, nodes: Sequence[Node], generation: Ge
         machines=Machines.of(job, nodes),
         nodes=tuple(node.facts.node for node in nodes),
         generation=generation,
+        racks=racks_of(nodes),
     )
     reply = planner.reply(request)
     if isinstance(reply, Infeasible):
@@ -139,6 +141,7 @@ def next_plan(
         nodes=tuple(node.facts.node for node in live),
         most_nodes=max(job.lineage.most_nodes, len(live)),
         generation=generation,
+        racks=racks_of(live),
     )
     try:
         return choose(_candidates(planner, request), outlook)
@@ -151,7 +154,7 @@ def next_plan(
         return replace(answer, found=replace(answer.found, reason=reason))
 
 
-def planning(job: Job, nodes: Sequence[Node]) -> Planning:
+def planning(job: Job, nodes: Sequence[Node], outlook: Outlook) -> Planning:
     """Return the inputs of `next_plan` for the job's newest plan on `nodes`. Raises
     PlanInfeasible."""
     made = job.current.made
@@ -171,6 +174,8 @@ def planning(job: Job, nodes: Sequence[Node]) -> Planning:
         schedule_named=spec.training.wanted_schedule is not None,
         shadows=spec.recovery.shadows == "auto",
         policy=spec.recovery.policy,
+        outlook=outlook,
+        racks=racks_of(nodes),
         nodes=tuple(node.facts.node for node in nodes),
         rates=tuple(WorkerRate(worker=w, rate=rate) for w, rate in sorted(job.rates.items())),
     )

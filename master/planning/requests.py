@@ -9,7 +9,7 @@ Owns the requests, and the quick answers that follow from the machines alone. Mu
 plan is made, nor where.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Protocol
@@ -26,9 +26,17 @@ from oobleck.master.state.node import Node
 from oobleck.planner.profile.estimate import estimate_profile
 from oobleck.planner.profile.machine import slowest_of
 from oobleck.planner.profile.memory import budget_bytes
-from oobleck.planner.recovery.chooser import Candidates
+from oobleck.planner.recovery.answer import Answer, Exposure
+from oobleck.planner.recovery.chooser import Candidates, Course
 from oobleck.planner.recovery.course import PlanWanted
 from oobleck.planner.search.firstplan import node_specification, on_usable_gpus
+
+#: Labels of racks, for nodes that have one.
+Racks = tuple[tuple[NodeName, str], ...]
+
+
+def racks_of(nodes: Iterable[Node]) -> Racks:
+    return tuple((node.facts.node, node.facts.rack) for node in nodes if node.facts.rack)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +121,7 @@ class FirstPlanRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     machines: Machines
     nodes: tuple[NodeName, ...]
     generation: Generation
+    racks: Racks = ()
 
 
 class NextPlanRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -133,6 +142,7 @@ class NextPlanRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     nodes: tuple[NodeName, ...]
     most_nodes: int
     generation: Generation
+    racks: Racks = ()
 
 
 PlanRequest = FirstPlanRequest | NextPlanRequest
@@ -144,10 +154,56 @@ class FirstPlanReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     plan: Plan
 
 
-class NextPlanReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Reply to `NextPlanRequest`: what to choose from, which depends on no moment."""
+class NumberedCourse(msgspec.Struct, frozen=True, kw_only=True):
+    """Course whose answers are named by their numbers."""
 
-    candidates: Candidates
+    first: int
+    behind: int | None
+    guarantee: int
+    exposure: Exposure
+
+
+class NextPlanReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Reply to `NextPlanRequest`: what to choose from, which depends on no moment. Each plan is in
+    it once, since large ones take long to read."""
+
+    answers: tuple[Answer, ...]
+    courses: tuple[NumberedCourse, ...]
+    #: Candidates without courses.
+    rest: Candidates
+
+    @classmethod
+    def of(cls, found: Candidates) -> "NextPlanReply":
+        both = [each for course in found.courses for each in (course.first, course.behind)]
+        answers = {id(each): each for each in both if each is not None}
+        number = {key: place for place, key in enumerate(answers)}
+        return cls(
+            answers=tuple(answers.values()),
+            courses=tuple(
+                NumberedCourse(
+                    first=number[id(course.first)],
+                    behind=number.get(id(course.behind)),
+                    guarantee=course.guarantee,
+                    exposure=course.exposure,
+                )
+                for course in found.courses
+            ),
+            rest=replace(found, courses=()),
+        )
+
+    @property
+    def candidates(self) -> Candidates:
+        """All candidates."""
+        courses = (
+            Course(
+                first=self.answers[one.first],
+                behind=None if one.behind is None else self.answers[one.behind],
+                guarantee=one.guarantee,
+                exposure=one.exposure,
+            )
+            for one in self.courses
+        )
+        return replace(self.rest, courses=tuple(courses))
 
 
 class Infeasible(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -93,6 +93,7 @@ def _first_plan(request: FirstPlanRequest) -> Plan:
         generation=request.generation,
         wanted=spec.training.wanted_schedule,
         shadows=spec.recovery.shadows == "auto",
+        racks=dict(request.racks),
     ).plan
 
 
@@ -117,8 +118,9 @@ def _next_plan(request: NextPlanRequest) -> NextPlanReply:
         live=request.nodes,
         generation=request.generation,
         rates={one.worker: one.rate for one in request.rates},
+        racks=dict(request.racks),
     )
-    return NextPlanReply(candidates=ask(change, request.wanted))
+    return NextPlanReply.of(ask(change, request.wanted))
 
 
 def forget() -> None:
@@ -147,6 +149,7 @@ def rehearse(request: PlanRequest, reply: PlanReply) -> Iterator[None]:
                     nodes=tuple(node for node in plan.nodes if node != pipeline.nodes[0]),
                     most_nodes=len(request.nodes),
                     generation=Generation(plan.generation + 1),
+                    racks=request.racks,
                 )
             )
         yield

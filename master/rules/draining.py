@@ -38,7 +38,7 @@ from oobleck.master.state.evidence import carried
 from oobleck.master.state.job import Job
 from oobleck.master.state.node import Drain, Node
 from oobleck.planner.recovery.answer import Answer
-from oobleck.planner.recovery.course import MOVING
+from oobleck.planner.recovery.course import WITHOUT_DRAINED
 from oobleck.planner.recovery.reconfigure import can_lose
 
 TOLD_TO_END = "its agent was told to end"
@@ -176,7 +176,7 @@ def _find(
         rest = [other for other in staying if other is not node]
         try:
             live = by_name([*ready, *rest])
-            without = next_plan(context, job, live, generation, MOVING)
+            without = next_plan(context, job, live, generation, WITHOUT_DRAINED)
         except PlanInfeasible as infeasible:
             if node.drain is not None and node.drain.force:
                 return None, _by_force(job, node, node.drain)

@@ -90,7 +90,7 @@ def _next_plan(
         answer = _next_plan(context, job, live, generation, course.MOVING)
         reason = f"{answer.found.reason}; not by {wanted}: there is no checkpoint yet"
         return replace(answer, found=replace(answer.found, reason=reason))
-    outlook = questions.outlook(context, job)
+    outlook = questions.outlook(context.state, job, context.now)
     answer = client.next_plan(context.planner, job, live, generation, wanted, outlook)
     lost = questions.lost_layers(context.state, job, answer.found.plan)
     if lost is not None and wanted in course.VOLUNTARY:

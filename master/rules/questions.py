@@ -7,6 +7,7 @@ from their agents' reports. Pure. Must not know the decisions based on an answer
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from statistics import median
 
 from oobleck.core.ids import Generation, Incarnation, NodeName, WorkerId
 from oobleck.core.messages import PeerLost
@@ -50,12 +51,14 @@ _UNKNOWN_SAVE_S = 5.0
 _LEAST_INTERVAL_S, _MOST_INTERVAL_S = 60.0, 2 * 3600.0
 #: Least time between two saves, in saves.
 _LEAST_SAVES = 4
+#: Steps between two checkpoints where there are none.
+_NEVER = 1e15
 
 
-def outlook(context: Context, job: Job) -> Outlook:
+def outlook(state: ClusterState, job: Job, now: float) -> Outlook:
     """Return what is expected of the time after a plan for the job that is made now."""
-    steps, saved, unix = job.seen.steps, job.saves.checkpoint, job.seen.unix(context.now)
-    losses = context.state.losses_until(unix)
+    steps, saved, unix = job.seen.steps, job.saves.checkpoint, job.seen.unix(now)
+    losses = state.losses_until(unix)
     restored = job.rollback.restored
     done = job.committed_step
     if job.rollback.redo_until:  # records do not go back with the state
@@ -67,40 +70,51 @@ def outlook(context: Context, job: Job) -> Outlook:
     progress = 0.0
     if last is not None and last.step_seconds > 0:
         progress = min(1.0, max(0.0, (unix - last.time) / last.step_seconds))
+    left = max(1.0, job.spec.training.steps - done)
+    recent = [record.step_seconds for record in steps.recent]
     return Outlook(
         per_node_s=losses.per_node_s(job.spec.recovery.mtbf_s),
+        whole_rack=losses.rack_share(racks_of_live(state)),
         sizes=losses.sizes,
-        left_steps=max(1.0, job.spec.training.steps - done),
+        left_steps=left,
+        left_s=left * median(recent) if recent else None,
         behind_steps=max(0, done - saved_step),
-        every_steps=_steps_between_saves(context, job),
+        every_steps=_steps_between_saves(state, job, now),
         kept=SALVAGE * progress,
         transfers=job.lineage.transfers,
     )
 
 
-def save_interval_s(context: Context, job: Job) -> float:
+def racks_of_live(state: ClusterState) -> dict[NodeName, str]:
+    """Return the label of each live node's rack; empty where it has none."""
+    return {name: n.facts.rack for name, n in state.nodes.items() if n.registered}
+
+
+def save_interval_s(state: ClusterState, job: Job, now: float) -> float:
     """Return the best seconds between two checkpoints of a job with a plan."""
     assert job.current.made is not None, "asked of a job with a plan"
-    losses = context.state.losses_until(job.seen.unix(context.now))
-    exposure = Exposure.of(job.current.made.plan)
+    losses = state.losses_until(job.seen.unix(now))
+    racks = racks_of_live(state)
+    exposure = Exposure.of(job.current.made.plan, racks=racks)
     nodes = max(1, len(job.current.members))
     wait_s = 1 / (losses.per_node_s(job.spec.recovery.mtbf_s) * nodes)
-    between_s = wait_s / max(exposure.share(losses.sizes), _LEAST_SHARE)
+    share = exposure.share(losses.sizes, losses.rack_share(racks))
+    between_s = wait_s / max(share, _LEAST_SHARE)
     saved = job.saves.checkpoint
     save_s = saved.seconds if saved is not None else _UNKNOWN_SAVE_S
     least_s = max(_LEAST_INTERVAL_S, _LEAST_SAVES * save_s)
     return min(max(best_interval_s(save_s, between_s), least_s), _MOST_INTERVAL_S)
 
 
-def _steps_between_saves(context: Context, job: Job) -> float:
+def _steps_between_saves(state: ClusterState, job: Job, now: float) -> float:
     spec = job.spec.checkpoint
     if spec is None:
-        return math.inf
+        return _NEVER
     if spec.every != "auto":
         return spec.every
     recent = job.seen.steps.recent
     step_s = recent[-1].step_seconds if recent else 0.0
-    return max(1.0, save_interval_s(context, job) / step_s) if step_s else 1.0
+    return max(1.0, save_interval_s(state, job, now) / step_s) if step_s else 1.0
 
 
 # ---- Holders of state

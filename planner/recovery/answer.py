@@ -47,8 +47,12 @@ class Change:
     equals: Mapping[int, Sequence[Costed]] = field(default_factory=dict)
     #: Step estimates under `profile`, kept for all changes; None: made anew.
     replays: Replays | None = None
+    #: Nodes that are drained: they train until the change, and hand over what they hold.
+    leaving: frozenset[NodeName] = frozenset()
     #: Rates of workers slower than profiled; those of workers that are not live are ignored.
     rates: Mapping[WorkerId, float] = field(default_factory=dict)
+    #: Labels of the nodes' racks, as far as they are known.
+    racks: Mapping[NodeName, str] = field(default_factory=dict)
     #: Makes the first plan for these nodes; None: no such plan is a candidate.
     first: Callable[[Sequence[NodeName], Generation], Plan] | None = None
 
@@ -59,25 +63,44 @@ class Exposure:
 
     nodes: int
     sets: tuple[tuple[int, int], ...]
+    #: Number of racks of two or more live nodes, and of those that have all holders of a layer.
+    racks: int = 0
+    fatal_racks: int = 0
 
     @classmethod
-    def of(cls, plan: Plan, live: Iterable[NodeName] | None = None) -> "Exposure":
-        """Return the exposure of what the plan's nodes hold; `live`: the nodes that are left."""
+    def of(
+        cls,
+        plan: Plan,
+        live: Iterable[NodeName] | None = None,
+        racks: Mapping[NodeName, str] | None = None,
+    ) -> "Exposure":
+        """Return the exposure of what the plan's nodes hold; `live`: the nodes that are left;
+        `racks`: the labels of racks."""
         left = None if live is None else frozenset(live)
         nodes = [own if left is None else own & left for own in plan.layer_nodes()]
+        holders = set(map(frozenset, nodes))
         counts: dict[int, int] = {}
-        for own in set(map(frozenset, nodes)):
+        for own in holders:
             counts[len(own)] = counts.get(len(own), 0) + 1
-        return cls(nodes=len(frozenset().union(*nodes)), sets=tuple(sorted(counts.items())))
+        rack = {} if racks is None else racks
+        sizes = Counter(label for name, label in rack.items() if left is None or name in left)
+        several = {label for label, size in sizes.items() if label and size > 1}
+        alone = {rack.get(next(iter(own))) for own in holders if len({*map(rack.get, own)}) == 1}
+        return cls(
+            nodes=len(frozenset().union(*nodes)),
+            sets=tuple(sorted(counts.items())),
+            racks=len(several),
+            fatal_racks=len(several & alone),
+        )
 
     @property
     def can_lose(self) -> int:
         """Nodes that can be lost at a time, whichever they are."""
         return self.sets[0][0] - 1
 
-    def share(self, sizes: Sequence[tuple[int, float]]) -> float:
-        """Return the share of events that take the last holders, by the sizes of events. An upper
-        bound where sets overlap."""
+    def share(self, sizes: Sequence[tuple[int, float]], whole_rack: float = 0.0) -> float:
+        """Return the share of events that take the last holders, by the sizes of events, and the
+        share of those that take a whole rack instead. An upper bound where sets overlap."""
         share = 0.0
         for taken, part in sizes:
             taken = min(taken, self.nodes)
@@ -88,7 +111,9 @@ class Exposure:
                 if size <= taken
             )
             share += part * min(1.0, hit / whole)
-        return share
+        if not self.racks:
+            return share
+        return (1 - whole_rack) * share + whole_rack * self.fatal_racks / self.racks
 
 
 def splitting_weight(plan: Plan) -> float:
@@ -189,7 +214,7 @@ def answer(
         stall_s=busiest_bytes / rate,
         step_s=step_s,
         weight=splitting_weight(found.plan),
-        exposure=Exposure.of(found.plan),
+        exposure=Exposure.of(found.plan, racks=change.racks),
         then=then,
         outrun_bytes=outrun,
         outrun_s=outrun / rate,
@@ -245,10 +270,13 @@ def _moves(
     Each layer is sent by all its holders evenly. The real assignment of senders
     (`oobleck.planner.programs.transfer`) takes seconds to compute for a thousand workers.
     """
-    live = frozenset(change.live)
+    live, before = frozenset(change.live), change.plan.shards
     received, wanted = Counter[NodeName](), Counter[int]()
     having = defaultdict[int, Counter[NodeName]](Counter)
-    held = {w: shards for w, shards in change.plan.shards.items() if w.node in live}
+    held = {w: shards for w, shards in before.items() if w.node in live}
+    layers = {shard.layer for shards in held.values() for shard in shards} if change.leaving else ()
+    if len(layers) < plan.layer_count and change.leaving:  # they hand over what they alone hold
+        held = {w: shards for w, shards in before.items() if w.node in live | change.leaving}
     for worker, shards in held.items():
         for shard in shards:
             size = -(-sizes[shard.layer] // shard.parts)

@@ -72,7 +72,7 @@ class Course:
         self, outlook: Outlook, before: Exposure | None, staying: "Staying | None"
     ) -> list[Phase]:
         """Return the phases of the transition. `before`: what is held until state has moved.
-        `staying`: the running plan, where nothing forces a change: it trains while state is copied.
+        `staying`: the running plan, where it trains while state is copied.
 
         A follow-up costs whole steps of the first plan for the same reason, and its switch waits
         for a step boundary.
@@ -94,7 +94,8 @@ class Course:
         step_s = weighed_s(first)
         if self.behind is not None:
             behind = self.behind
-            steps = 1 + math.ceil(behind.stall_s / step_s) - outlook.kept
+            kept = outlook.kept if staying is None else 0.0
+            steps = 1 + math.ceil(behind.stall_s / step_s) - kept
             found += [
                 Phase(
                     seconds=steps * step_s,
@@ -117,7 +118,7 @@ class Course:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Staying:
-    """The running plan, where nothing forces a change."""
+    """The running plan, where it trains until a step boundary."""
 
     #: Seconds of a step, and the factor for a split backward.
     step_s: float
@@ -137,10 +138,14 @@ class Candidates:
     courses: tuple[Course, ...]
     #: Number of live nodes.
     live: int
-    #: None: something forces a change.
+    #: None: workers stand still until the change.
     staying: Staying | None = None
+    #: True if staying is no choice: a node is drained.
+    forced: bool = False
     #: True if a step has to get shorter to be worth a change; else it must not get longer.
     to_gain: bool = False
+    #: True if only the value counts, with its risk: the change is behind an answer to a loss.
+    by_value: bool = False
     #: Answer where staying is better than all of them.
     instead: Answer | None = None
     #: What is held until the state has moved.
@@ -166,7 +171,7 @@ def expected_steps(
         chance = math.exp(-at / wait_s) * -math.expm1(-(end - at) / wait_s)
         value += phase.steps_per_s * wait_s * chance
         if phase.exposure is not None:
-            value -= chance * phase.exposure.share(outlook.sizes) * undone
+            value -= chance * phase.exposure.share(outlook.sizes, outlook.whole_rack) * undone
         at = end
     return value
 
@@ -212,7 +217,9 @@ def choose(found: Candidates, outlook: Outlook) -> Answer:
     fastest = max(phases[-1].steps_per_s for phases in ways)
     undone = outlook.undone_steps(fastest, outlook.wait_s(found.live))
     until_s = math.inf
-    # Users expect that nodes which join are used, however short the rest of the job is.
+    if outlook.left_s is not None and staying is not None:
+        # Estimates of the short steps of small models are rough.
+        until_s = max(outlook.left_s, (outlook.left_steps or 0.0) * staying.weighed_s)
     if outlook.left_steps is not None and staying is None:
         until_s = min(_finished_s(phases, outlook.left_steps) for phases in ways)
 
@@ -243,7 +250,7 @@ def choose(found: Candidates, outlook: Outlook) -> Answer:
         if (course.first.policy, course.first.found.rule)
         != (best.first.policy, best.first.found.rule)
     ]
-    if staying is not None:
+    if staying is not None and not found.forced:
         stays = [
             Phase(
                 seconds=math.inf,
@@ -252,12 +259,12 @@ def choose(found: Candidates, outlook: Outlook) -> Answer:
             )
         ]
         stay = value_of(stays)
-        if found.to_gain:
+        if found.to_gain or found.by_value:
             worth = value >= stay + close_by
         else:  # a risk keeps no node idle, nor does a step that is a little longer
             least = min(value_of(stays, 0.0), value_of(_longer(stays, best), 0.0))
             worth = value_of(best.phases(outlook, found.before, staying), 0.0) >= least - close_by
-        if why := _why_stay(best, staying, worth=worth, to_gain=found.to_gain):
+        if why := _why_stay(best, staying, found, until_s, worth=worth):
             if found.instead is not None:
                 return found.instead
             raise PlanInfeasible(why)
@@ -271,7 +278,9 @@ def _longer(stays: Sequence[Phase], best: Course) -> Sequence[Phase]:
     return [replace(one, steps_per_s=1 / weighed_s(best.first)) for one in stays]
 
 
-def _why_stay(best: Course, staying: Staying, *, worth: bool, to_gain: bool) -> str:
+def _why_stay(
+    best: Course, staying: Staying, found: Candidates, until_s: float, *, worth: bool
+) -> str:
     """Return why staying is better; empty if it is not. A plan that lets more nodes be lost, as far
     as the job asks for that, is worth any step. `worth`: by its value."""
     first = best.first
@@ -283,12 +292,15 @@ def _why_stay(best: Course, staying: Staying, *, worth: bool, to_gain: bool) -> 
     told = f"a step would take {first.step_s:.4g} s in place of {staying.step_s:.4g} s"
     if first.weight > staying.weight:
         told += ", with backwards split"
-    most_s = (1 - LEAST_GAIN) * now_s if to_gain else now_s + max(_LONGER * now_s, _NOISE_S)
-    if then_s > most_s:
+    most_s = now_s + max(_LONGER * now_s, _NOISE_S)
+    if found.to_gain:
+        most_s = (1 - LEAST_GAIN) * now_s
+    if then_s > most_s and not (found.by_value and worth):
         return f"{told}: not worth a change"
     if not worth:
+        left = f" for the {until_s:.3g} s that are left" if math.isfinite(until_s) else ""
         return (
             f"{told}, after {first.stall_s:.3g} s of copying and {CHANGE_S + first.outrun_s:.3g} s "
-            "of standstill: not worth a change"
+            f"of standstill: not worth a change{left}"
         )
     return ""

@@ -16,13 +16,15 @@ from oobleck.planner.recovery.rules import OF_OTHER_NODES, Next
 
 #: Policy of the wanted plan. `unforced`: templates, unless staying is better. `plain`: templates
 #: alone, where another policy failed. `anew`: the shape of a first plan, if that is worth it.
-#: `copies`: shadows behind an answer.
-PlanWanted = RecoveryPolicy | Literal["copies", "normalise", "anew", "unforced", "plain"]
+#: `copies`: shadows behind an answer. `drained`: templates without nodes that train until then.
+PlanWanted = RecoveryPolicy | Literal["copies", "normalise", "anew", "unforced", "drained", "plain"]
 #: Moves state to where it is best before the next step; answers any change of the nodes.
 MOVING: RecoveryPolicy = "templates"
 #: Moves state likewise where nothing forces a change: nodes have joined, or the running plan is
 #: re-routed.
 UNFORCED: PlanWanted = "unforced"
+#: Does without nodes that are to be drained, in a job of any policy.
+WITHOUT_DRAINED: PlanWanted = "drained"
 #: Gives slow workers less to do; answers a change of rates, never a loss.
 AROUND_SLOW: RecoveryPolicy = "uneven"
 #: Answers where another policy failed by an internal error.

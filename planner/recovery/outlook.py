@@ -6,6 +6,7 @@ not know plans or policies.
 """
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from statistics import median
 
@@ -22,8 +23,9 @@ SALVAGE = 0.55
 _PRIOR_EVENTS = 0.1
 #: Observations lose half of their weight in this time.
 _HALF_LIFE_S = 2 * 86_400.0
-#: Losses within this time of each other are one event.
-TOGETHER_S = 10.0
+#: Losses within this time of each other are one event. Nodes of one rack may be declared lost one
+#: after the other.
+TOGETHER_S, RACK_TOGETHER_S = 10.0, 60.0
 #: Most nodes whose time of loss is remembered, and most times until a return.
 _MOST_LOST = 4096
 _MOST_BACK = 32
@@ -44,9 +46,14 @@ class Losses(msgspec.Struct, kw_only=True):
     node_s: float = 0.0
     #: Number of events by the number of nodes that were lost in each.
     events: dict[int, float] = {}
-    #: Time of the newest event's last loss, and its nodes.
+    #: Number of events that took all live nodes of a rack, two or more; `events` lacks these.
+    whole_racks: float = 0.0
+    #: Time of the newest event's last loss, its nodes, and their number by rack.
     last_s: float = -math.inf
     last: list[NodeName] = []
+    last_racks: dict[str, int] = {}
+    #: True if the newest event took a whole rack.
+    last_whole: bool = False
     #: Time of loss of nodes that are still away.
     away: dict[NodeName, float] = {}
     #: Times in seconds after which the last lost nodes were back.
@@ -58,20 +65,30 @@ class Losses(msgspec.Struct, kw_only=True):
             weight = 0.5 ** ((now_s - self.at_s) / _HALF_LIFE_S)
             self.node_s = self.node_s * weight + live * (now_s - self.at_s)
             self.events = {size: number * weight for size, number in self.events.items()}
+            self.whole_racks *= weight
         self.at_s = now_s if self.at_s is None else max(self.at_s, now_s)
 
-    def lose(self, node: NodeName, now_s: float) -> None:
-        """Note a loss; time has passed until then."""
+    def lose(self, node: NodeName, now_s: float, rack: str = "", left: int = 0) -> None:
+        """Note a loss; time has passed until then. `rack`: the label of its rack, if it has one,
+        where so many nodes are `left`."""
         self.away[node] = now_s
-        if now_s - self.last_s > TOGETHER_S:
-            self.last = []
+        most_s = RACK_TOGETHER_S if rack in self.last_racks else TOGETHER_S
+        if now_s - self.last_s > most_s:
+            self.last, self.last_racks, self.last_whole = [], {}, False
         if node in self.last:  # one that comes and goes is no rack
             return
         size = len(self.last) + 1
+        self.last_s, self.last = now_s, [*self.last, node]
+        if rack:
+            self.last_racks = self.last_racks | {rack: self.last_racks.get(rack, 0) + 1}
+        if self.last_whole:
+            return
         if size > 1:
             self.events[size - 1] = max(0.0, self.events.get(size - 1, 0.0) - 1)
-        self.events[size] = self.events.get(size, 0.0) + 1
-        self.last_s, self.last = now_s, [*self.last, node]
+        if not left and self.last_racks.get(rack, 0) > 1:
+            self.whole_racks, self.last_whole = self.whole_racks + 1, True
+        else:
+            self.events[size] = self.events.get(size, 0.0) + 1
         while len(self.away) > _MOST_LOST:
             del self.away[next(iter(self.away))]
 
@@ -86,15 +103,28 @@ class Losses(msgspec.Struct, kw_only=True):
         """Median time in seconds until a lost node is back; None: none has come back."""
         return median(self.back_s) if self.back_s else None
 
+    @property
+    def seen(self) -> float:
+        """Number of events."""
+        return sum(self.events.values()) + self.whole_racks
+
+    def rack_share(self, racks: Mapping[NodeName, str]) -> float:
+        """Return the expected share of events that take a whole rack of two or more nodes, by the
+        label of each live node. One event is counted beside those seen: in that a rack fails as
+        often as a node."""
+        several = sum(size > 1 for size in Counter(filter(None, racks.values())).values())
+        if not several:
+            return 0.0
+        return (self.whole_racks + several / (several + len(racks))) / (self.seen + 1)
+
     def per_node_s(self, mtbf_s: float = MTBF_S) -> float:
         """Return the expected events per node and second; `mtbf_s`: the prior."""
-        seen = sum(self.events.values())
-        return (seen + _PRIOR_EVENTS) / (self.node_s + _PRIOR_EVENTS * mtbf_s)
+        return (self.seen + _PRIOR_EVENTS) / (self.node_s + _PRIOR_EVENTS * mtbf_s)
 
     @property
     def sizes(self) -> tuple[tuple[int, float], ...]:
-        """Share of events by the number of nodes that one takes. An event of one node is counted
-        beside those seen."""
+        """Share of events that take no whole rack, by the number of nodes that one takes. An event
+        of one node is counted beside those seen."""
         counts: Mapping[int, float] = self.events | {1: self.events.get(1, 0.0) + 1}
         whole = sum(counts.values())
         return tuple((size, n / whole) for size, n in sorted(counts.items()) if n)
@@ -105,10 +135,13 @@ class Outlook(msgspec.Struct, frozen=True, kw_only=True):
 
     #: Expected events per node and second.
     per_node_s: float = 1 / MTBF_S
-    #: Share of events by the number of nodes that one takes.
+    #: Share of events that take a whole rack, and of the others by the number of nodes.
+    whole_rack: float = 0.0
     sizes: tuple[tuple[int, float], ...] = ((1, 1.0),)
     #: Steps that are left of the job; None: not known.
     left_steps: float | None = None
+    #: Seconds that they take in the running plan, as it runs; None: not known.
+    left_s: float | None = None
     #: Steps since the newest checkpoint, and between two; without checkpoints all steps so far,
     #: and infinity. By default a return undoes no step: nothing is known of checkpoints.
     behind_steps: float = 0.0

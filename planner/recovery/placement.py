@@ -5,15 +5,15 @@ that stay whole are no part of it. Places of the same template position are alik
 that hold the same layers, so gains are computed by kinds.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from msgspec import structs
 from numpy.typing import NDArray
 
-from oobleck.core.ids import Generation, NodeName, WorkerId
+from oobleck.core.ids import Generation, NodeName
 from oobleck.core.plan import Pipeline, PipelineTemplate, Plan, Templates, place
+from oobleck.planner.search.instantiate import over_racks, renamed
 
 Matrix = NDArray[np.float64]
 #: Holdings of a node's workers, by slot: first layer, layer after the last, part, parts.
@@ -142,21 +142,20 @@ def reseated(
     return renamed(wanted, nodes)
 
 
-def renamed(plan: Plan, nodes: Mapping[NodeName, NodeName]) -> Plan:
-    """Return the plan, which has no rates or listing, on other nodes."""
-
-    def moved(workers: Iterable[WorkerId]) -> tuple[WorkerId, ...]:
-        return tuple(WorkerId(nodes[worker.node], worker.slot) for worker in workers)
-
-    routes = tuple(
-        structs.replace(
-            route,
-            hops=tuple(structs.replace(hop, workers=moved(hop.workers)) for hop in route.hops),
-        )
-        for route in plan.routes
-    )
-    holds = tuple(structs.replace(one, workers=moved(one.workers)) for one in plan.holds)
-    return replace(plan, holds=holds, routes=routes)
+def spread(
+    wanted: Plan, plan: Plan, racks: Mapping[NodeName, str], *, live: Sequence[NodeName]
+) -> Plan:
+    """Return the `wanted` plan with fewer layers whose holders are all in one rack, where it moves
+    no further bytes: by nodes that held the same under `plan` and do not keep it."""
+    if not racks or wanted.rates or wanted.listing is not None:
+        return wanted
+    held, taken = plan_kinds(plan), plan_kinds(wanted)
+    alike: dict[Kind, list[NodeName]] = {}
+    for name in sorted(live):
+        before = held.get(name, ())
+        if not before or before != taken.get(name):
+            alike.setdefault(before, []).append(name)
+    return over_racks(wanted, racks, alike.values())
 
 
 def _assigned(gains: Matrix) -> tuple[NDArray[np.intp], NDArray[np.intp]]:

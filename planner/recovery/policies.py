@@ -94,6 +94,8 @@ def _by_purpose(change: Change, wanted: PlanWanted) -> Candidates:
             return behind(change, following)
         case "unforced":
             return unforced(change)
+        case "drained":
+            return drained(change)
         case "anew":
             return reshaped(change)
         case "plain":
@@ -158,7 +160,21 @@ def unforced(change: Change) -> Candidates:
     """Return plans of templates where nothing forces a change: nodes have joined, or a re-routed
     plan trains. Raises PlanInfeasible."""
     found = by_templates(change)
-    return _candidates(change, [found, *_anew_if_better(change, found)])
+    made = _candidates(change, [found, *_anew_if_better(change, found)])
+    return replace(made, by_value=frozenset(change.plan.nodes).issuperset(change.live))
+
+
+def drained(change: Change) -> Candidates:
+    """Return plans of templates without nodes of the running plan, which trains until then; by
+    re-routing if there are none. Raises PlanInfeasible."""
+    leaving = frozenset(change.plan.nodes).difference(change.live)
+    change = replace(change, leaving=leaving)
+    try:
+        found = by_templates(change)
+        offers = [found, *_anew_if_better(change, found)]
+    except PlanInfeasible as infeasible:
+        offers = [_instead("reroute", "templates", infeasible, change)]
+    return replace(_candidates(change, offers), forced=True)
 
 
 def reshaped(change: Change) -> Candidates:
@@ -224,7 +240,7 @@ def _forced(courses: Sequence[Course], change: Change) -> Candidates:
     return Candidates(
         courses=tuple(courses),
         live=len(change.live),
-        before=Exposure.of(change.plan, change.live),
+        before=Exposure.of(change.plan, change.live, change.racks),
     )
 
 
@@ -234,10 +250,11 @@ def _candidates(
     *,
     to_gain: bool = False,
 ) -> Candidates:
-    """Return the candidates of a voluntary change. Without a node of the running plan it is
-    forced."""
+    """Return the candidates of a change at a step boundary. Without a node of the running plan it
+    is forced, at once."""
     courses = [_course(change, each) for each in offers]
-    if not frozenset(change.live).issuperset(change.plan.nodes) and not to_gain:
+    live = change.leaving.union(change.live)
+    if not live.issuperset(change.plan.nodes) and not to_gain:
         return _forced(courses, change)
     kept = with_following(change.plan, change)
     return Candidates(
@@ -247,10 +264,10 @@ def _candidates(
             step_s=staying_s(situation(change)),
             weight=splitting_weight(change.plan),
             guarantee=min(can_lose(kept), change.fault_tolerance),
-            exposure=Exposure.of(kept),
+            exposure=Exposure.of(kept, racks=change.racks),
         ),
         to_gain=to_gain,
-        before=Exposure.of(change.plan, change.live),
+        before=Exposure.of(change.plan, live, change.racks),
     )
 
 
@@ -260,7 +277,7 @@ def _course(change: Change, first: Answer, behind: Answer | None = None) -> Cour
         first=first,
         behind=behind,
         guarantee=min(can_lose(last), change.fault_tolerance),
-        exposure=Exposure.of(last),
+        exposure=Exposure.of(last, racks=change.racks),
     )
 
 

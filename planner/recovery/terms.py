@@ -43,6 +43,7 @@ class Terms:
         live: Iterable[NodeName],
         generation: Generation,
         rates: Mapping[WorkerId, float] | None = None,
+        racks: Mapping[NodeName, str] | None = None,
     ) -> Change:
         """Build the change of `plan` to the `live` nodes. Raises PlanInfeasible."""
         offer: Offer = catalogue.offer(self.profile, self.sizes, base, self.schedule)
@@ -62,6 +63,7 @@ class Terms:
             equals=offer.equals,
             replays=offer.replays,
             rates={} if rates is None else rates,
+            racks={} if racks is None else racks,
             first=partial(self._first, catalogue, plan.microbatches),
         )
 

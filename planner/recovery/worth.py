@@ -28,7 +28,7 @@ from oobleck.planner.recovery.answer import (
 )
 from oobleck.planner.recovery.changes import told
 from oobleck.planner.recovery.chooser import LEAST_GAIN, weighed_s
-from oobleck.planner.recovery.placement import Slot, reseated
+from oobleck.planner.recovery.placement import Slot, reseated, spread
 from oobleck.planner.recovery.reconfigure import can_lose, reconfigure
 from oobleck.planner.recovery.reroute import reroute
 from oobleck.planner.recovery.rules import Next, Reconfiguration
@@ -208,7 +208,8 @@ def _settled(found: Reconfiguration, change: Change, *, recut: bool = True) -> A
     """Return the answer with the plan under its schedule, with the shadows that move no state.
     `recut`: other cuts of equal T are tried."""
     replays = change.replays or Replays(change.profile, tied=change.tied)
-    plan = found.plan.with_rates(change.rates)
+    plan = spread(found.plan, change.plan, change.racks, live=change.live)
+    plan = plan.with_rates(change.rates)
     if plan.rates or change.base.rates:
         plan = reshared(plan, change.profile)
     if change.schedule_named:
@@ -227,7 +228,7 @@ def _settled(found: Reconfiguration, change: Change, *, recut: bool = True) -> A
     plan = settled(plan, change.profile)
     return answer(
         "templates",
-        replace(found, plan=plan),
+        replace(found, plan=plan, idle=idle(change, plan)),
         replays.estimates([plan], [plan.schedule])[0][plan.schedule].step_s,
         change,
         then=shadows_behind(plan, change),

@@ -3,13 +3,14 @@
 Must not know how plans are made.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from oobleck.core.ids import NodeName
 from oobleck.core.job.spec import RecoveryPolicy
 from oobleck.core.plan import Plan, WorkerRate
 from oobleck.core.profile import Profile
 from oobleck.core.ties import Ties
+from oobleck.planner.recovery.outlook import Outlook
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +30,9 @@ class Planning:
     schedule_named: bool = False
     shadows: bool = False
     policy: RecoveryPolicy = "auto"
+    #: Expectations at the moment of the question, and labels of racks.
+    outlook: Outlook = field(default_factory=Outlook)
+    racks: tuple[tuple[NodeName, str], ...] = ()
     #: All nodes that may take part.
     nodes: tuple[NodeName, ...]
     #: Of slow workers.

@@ -14,6 +14,7 @@ from oobleck.core.units import count, format_bytes, runs
 from oobleck.planner.cost.estimate import KindEstimate, StepEstimate
 from oobleck.planner.profile.memory import GPU_CONTEXT_BYTES, gpu_reserve_bytes
 from oobleck.planner.programs.communicators import MOST_COMMUNICATORS, Needed, needed
+from oobleck.planner.recovery.outlook import MTBF_S, Outlook
 from oobleck.planner.recovery.reconfigure import can_lose
 from oobleck.planner.recovery.terms import Terms
 from oobleck.planner.report.drawing import (
@@ -102,13 +103,15 @@ def make_report(
     policy: RecoveryPolicy = "templates",
     slow: Sequence[str] = (),
     shadows: bool = False,
+    mtbf_s: float = MTBF_S,
 ) -> PlanReport:
     """Make templates and plan for nodes n1 .. n<nodes>.
 
     With `lost` the report also has the results of so many losses, one after the other, answered by
     `policy`. `tied`: groups of layers that share parameters. `wanted`: schedule to use; None: the
     best one. `slow`: slow workers, as `read_rates` parses them; the report has the answers to them
-    before any loss. `shadows`: nodes may hold layers without running them.
+    before any loss. `shadows`: nodes may hold layers without running them. `mtbf_s`: mean time
+    between losses of a node.
 
     Raises ValueError with the field and the fix, or PlanInfeasible.
     """
@@ -151,7 +154,10 @@ def make_report(
         live=names,
         generation=Generation(first.plan.generation + 1),
     )
-    after = ((loss, _outcome(loss, profile, tied=tied)) for loss in losses(asked, policy, lost))
+    outlook = Outlook(per_node_s=1 / mtbf_s)
+    after = (
+        (loss, _outcome(loss, profile, tied=tied)) for loss in losses(asked, policy, lost, outlook)
+    )
     return PlanReport(
         profile=profile,
         templates=offer.templates,

@@ -70,7 +70,7 @@ class Loss:
         }
 
 
-def losses(asked: Change, policy: RecoveryPolicy, lost: int) -> Iterator[Loss]:
+def losses(asked: Change, policy: RecoveryPolicy, lost: int, outlook: Outlook) -> Iterator[Loss]:
     """Yield the results of losing the first pipeline's last node, up to `lost` times or until
     nothing fits.
 
@@ -84,7 +84,7 @@ def losses(asked: Change, policy: RecoveryPolicy, lost: int) -> Iterator[Loss]:
         change = replace(change, live=tuple(live))
         each = answers(change)
         try:
-            taken = answer(change, policy)
+            taken = answer(change, policy, outlook)
         except PlanInfeasible as infeasible:
             reason = str(infeasible)
             yield Loss(node=gone, live=change.live, taken=None, reason=reason, answers=each)
@@ -96,15 +96,15 @@ def losses(asked: Change, policy: RecoveryPolicy, lost: int) -> Iterator[Loss]:
             taken=taken,
             reason=taken.found.reason,
             answers=each,
-            follow_ups=tuple(_follow_ups(change, taken.then)),
+            follow_ups=tuple(_follow_ups(change, taken.then, outlook)),
         )
 
 
-def _follow_ups(change: Change, then: Next | None) -> Iterator[FollowUp]:
+def _follow_ups(change: Change, then: Next | None, outlook: Outlook) -> Iterator[FollowUp]:
     """Yield the follow-ups of a plan. `change`: of that plan, before any further loss."""
     while then is not None:
         try:
-            found = choose(ask(change, behind_answer(then)), Outlook())
+            found = choose(ask(change, behind_answer(then)), outlook)
         except PlanInfeasible as infeasible:
             yield FollowUp(wanted=then, found=infeasible)
             return

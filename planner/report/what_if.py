@@ -76,7 +76,7 @@ def what_if(planning: Planning, lost: Collection[NodeName]) -> WhatIf:
     each = answers(change)
     taken: Answer | None = None
     try:
-        taken = answer(change, planning.policy)
+        taken = answer(change, planning.policy, planning.outlook)
         reason = taken.found.reason
     except PlanInfeasible as infeasible:
         reason = str(infeasible)
@@ -110,6 +110,7 @@ def _change(planning: Planning, live: tuple[NodeName, ...]) -> Change:
         live=live,
         generation=Generation(planning.plan.generation + 1),
         rates={one.worker: one.rate for one in planning.rates if one.worker.node in live},
+        racks=dict(planning.racks),
     )
 
 

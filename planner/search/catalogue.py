@@ -16,11 +16,11 @@ from oobleck.core.plan import Pipeline, PipelineTemplate, Plan, place
 from oobleck.core.profile import Profile
 from oobleck.core.schedules import SCHEDULES, Schedule
 from oobleck.core.ties import Ties
-from oobleck.planner.cost.estimate import Replays, stage_peak_bytes
+from oobleck.planner.cost.estimate import SPLITTING_TIE, Replays, stage_peak_bytes
 from oobleck.planner.cost.kinds import Kind
 from oobleck.planner.cost.replay import least_computed_s
 from oobleck.planner.cost.stages import PipelineCost, StageTable
-from oobleck.planner.search.choose import TIE, choose_among
+from oobleck.planner.search.choose import choose_among
 from oobleck.planner.search.demand import Costed, Instantiation
 from oobleck.planner.search.templates import Shortlist, shortlisted_templates
 
@@ -109,7 +109,7 @@ class Offer:
             if schedule != "1f1b"
         )
         # Another schedule has to be faster by as much.
-        return least_s if fits and least_s < quick_s * (1 - TIE) else quick_s
+        return least_s if fits and least_s < quick_s * (1 - SPLITTING_TIE) else quick_s
 
     def _sketch(self, candidate: Instantiation) -> Mapping[Pipeline, int]:
         """Return one pipeline of each kind in the candidate, on any nodes, with their numbers: a

@@ -7,7 +7,7 @@ T are tried in the winner. Only before a job's first step is there time for that
 schedules or costs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -23,7 +23,7 @@ from oobleck.planner.programs.communicators import too_many
 from oobleck.planner.search.catalogue import Catalogue, Offer
 from oobleck.planner.search.choose import ScheduleChoice, choose_among, settled
 from oobleck.planner.search.demand import share_batch
-from oobleck.planner.search.instantiate import instantiate
+from oobleck.planner.search.instantiate import instantiate, over_racks
 from oobleck.planner.search.shadows import with_shadows
 from oobleck.planner.search.templates import feasible_sizes
 
@@ -207,13 +207,17 @@ def make_first_plan(
     generation: Generation,
     wanted: Schedule | None = None,
     shadows: bool = False,
+    racks: Mapping[NodeName, str] | None = None,
 ) -> FirstPlan:
     """Return the plan of least step time for `nodes`, of templates of `sizes`.
 
     `wanted`: the schedule; None: the best. With `shadows`, if there are too few nodes for so many
     pipelines, make as many as possible and give nodes further layers instead. No state has to move
-    for them before the first step. Raises PlanInfeasible.
+    for them before the first step. `racks`: labels of the nodes' racks, over which the holders of
+    each layer are spread. Raises PlanInfeasible.
     """
+    if racks:  # so that a pipeline is in few racks, and the next one in others
+        nodes = sorted(nodes, key=lambda name: racks.get(name, ""))
     pipelines = min(min_pipelines, len(nodes) // sizes.start) if shadows else min_pipelines
     replays = catalogue.replays(profile)
     maker = _Maker(replays=replays, profile=profile, wanted=wanted, tied=catalogue.tied)
@@ -235,6 +239,8 @@ def make_first_plan(
         )
         made.append((maker.ranks([plan])[0], each, plan))
     plan = maker.recut(*min(made, key=lambda one: one[0]))
+    if racks:
+        plan = over_racks(plan, racks, [nodes])
     choice = maker.choice(plan)
     plan = plan.having(schedule=choice.schedule)
     if shadows:

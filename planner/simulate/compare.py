@@ -13,6 +13,7 @@ from oobleck.core.units import count
 from oobleck.planner.recovery.outlook import MTBF_S
 from oobleck.planner.report.account import Result, ticks
 from oobleck.planner.simulate.costs import Costs
+from oobleck.planner.simulate.racks import Racks
 from oobleck.planner.simulate.replay import Setting, replay
 from oobleck.planner.simulate.shapes import Shapes
 from oobleck.planner.simulate.trace import Trace
@@ -62,6 +63,7 @@ def set_up(
     until_s: float | None,
     spares: int = 0,
     mtbf_s: float = MTBF_S,
+    racks: Racks | None = None,
 ) -> Setting:
     """Return the setting of replays, with `spares` of the nodes outside the job until it loses one.
     Raises PlanInfeasible where so many nodes have no plan, and ValueError, with the line, where the
@@ -92,6 +94,7 @@ def set_up(
         nodes=nodes,
         most_nodes=nodes - spares if spares else None,
         mtbf_s=mtbf_s,
+        racks={name: rack for rack, own in (racks or {}).items() for name in own},
     )
 
 

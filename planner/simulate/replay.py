@@ -7,8 +7,8 @@ joins, and waiting. Must not know how plans are made.
 
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -21,7 +21,7 @@ from oobleck.planner.recovery.outlook import MTBF_S, Losses, Outlook
 from oobleck.planner.recovery.rules import Next
 from oobleck.planner.report.account import Account, Cause, Result, seconds, ticks
 from oobleck.planner.simulate.costs import Costs
-from oobleck.planner.simulate.shapes import Outcome, Rates, Shape, Shapes, swapped
+from oobleck.planner.simulate.shapes import Outcome, Racks, Rates, Shape, Shapes, swapped
 from oobleck.planner.simulate.trace import Instant, Trace
 
 
@@ -61,6 +61,8 @@ class Setting:
     most_nodes: int | None = None
     #: Mean time between losses of one node that is expected before any is seen, seconds.
     mtbf_s: float = MTBF_S
+    #: Label of each node's rack, as far as it has one.
+    racks: Mapping[str, str] = field(default_factory=dict)
     #: Steps of the job; None: it does not end.
     steps: int | None = None
 
@@ -286,12 +288,8 @@ class Replay:
         # Nodes that are still starting are looked for again when they are ready.
         later = [self._live[name] for name in coming if name not in ready]
         self._looked, self._look_at = state, min(later, default=None)
-        if leaving:
-            wanted: PlanWanted = course.for_losses(self._policy)
-            if wanted == course.MORPH:  # nodes that leave in order hand their state over
-                wanted = course.MOVING
-            if self._propose(wanted, leaving, self._fresh()):
-                return
+        if leaving and self._propose(course.WITHOUT_DRAINED, leaving, self._fresh()):
+            return
         settle = ticks(self._costs.settle_s)
         due = course.settled_at([self._live[name] for name in ready], settle)
         if due is not None and self._now < due:
@@ -376,22 +374,44 @@ class Replay:
             self._swap(order)
             back = {other: to for to, other in enumerate(order)}
             gone = frozenset(back[seat] for seat in gone)
-        return self._shapes.ask(shape, gone, len(fresh), wanted, rates, self._outlook())
+        names = [*fresh, *(name for name, seat in self._seats.items() if seat not in gone)]
+        return self._shapes.ask(
+            shape, gone, len(fresh), wanted, rates, self._outlook(), self._racks_of(names, fresh)
+        )
+
+    def _racks_of(self, names: Iterable[str], fresh: Sequence[str]) -> Racks:
+        """Return the number of the rack of each seat, and of fresh nodes from -1 down, in the order
+        of seats: alike where alike nodes share racks."""
+        if not self._setting.racks:
+            return ()
+        seats = {name: -1 - number for number, name in enumerate(fresh)} | self._seats
+        numbers: dict[str, int] = {}
+        return tuple(
+            (seats[name], numbers.setdefault(rack, len(numbers)))
+            for name in sorted(names, key=lambda name: seats[name])
+            if (rack := self._setting.racks.get(name))
+        )
 
     def _outlook(self) -> Outlook:
         costs, losses = self._costs, msgspec.structs.replace(self._losses)
         losses.pass_time(seconds(self._now), len(self._live))
         every = costs.checkpoint_every_s / max(self._step_s, seconds(1))
         steps = self._setting.steps
+        left = None if steps is None else max(1, steps - self.account.steps)
         return Outlook(
             per_node_s=losses.per_node_s(self._setting.mtbf_s),
+            whole_rack=losses.rack_share(self._live_racks()),
             sizes=losses.sizes,
-            left_steps=None if steps is None else max(1, steps - self.account.steps),
+            left_steps=left,
+            left_s=None if left is None else left * seconds(self._step),
             behind_steps=self.account.fresh_steps,
             every_steps=every or math.inf,
             back_s=costs.load_s,
             kept=self._kept,
         )
+
+    def _live_racks(self) -> Mapping[NodeName, str]:
+        return {NodeName(name): self._setting.racks.get(name, "") for name in self._live}
 
     def _slow(self, fresh: Sequence[str]) -> Rates:
         if not self._rates:
@@ -458,9 +478,13 @@ class Replay:
         """Count losses and returns, as the master does. A node that leaves as announced has not
         failed."""
         self._losses.pass_time(instant.time_s, len(self._live))
+        racks, gone = self._setting.racks, set[str]()
         for name in instant.removed:
             if name not in self._draining:
-                self._losses.lose(NodeName(name), instant.time_s)
+                gone.add(name)
+                rack = self._setting.racks.get(name, "")
+                left = sum(racks.get(one) == rack for one in self._live if one not in gone)
+                self._losses.lose(NodeName(name), instant.time_s, rack, left)
         for name in instant.added:
             self._losses.come(NodeName(name), instant.time_s)
 
@@ -636,7 +660,8 @@ class Replay:
         """Return the plan with which the job goes on. Raises PlanInfeasible."""
         fresh = self._fresh()
         if self._shape is None:
-            return self._shapes.first(len(fresh)), fresh
+            racks = self._racks_of(fresh, fresh)
+            return self._shapes.first(len(fresh), racks=racks), fresh
         return self._ask(self._wanted(certain=False), (), fresh), fresh
 
     def _resume(self) -> None:

@@ -22,7 +22,6 @@ from oobleck.planner.recovery.answer import Answer, Change, situation
 from oobleck.planner.recovery.chooser import Candidates, choose
 from oobleck.planner.recovery.course import PlanWanted
 from oobleck.planner.recovery.outlook import Outlook
-from oobleck.planner.recovery.placement import renamed
 from oobleck.planner.recovery.policies import ask
 from oobleck.planner.recovery.reconfigure import can_lose
 from oobleck.planner.recovery.rules import Next
@@ -30,6 +29,7 @@ from oobleck.planner.recovery.terms import Terms, after
 from oobleck.planner.recovery.uneven.candidates import staying_s
 from oobleck.planner.search.catalogue import Catalogue
 from oobleck.planner.search.firstplan import make_first_plan
+from oobleck.planner.search.instantiate import renamed
 
 _Known = TypeVar("_Known")
 _FIRST, _SECOND = Generation(1), Generation(2)
@@ -37,6 +37,8 @@ _FIRST, _SECOND = Generation(1), Generation(2)
 _LEAST_STEP_S = 1e-6
 #: Rates of nodes that are slow: those in the plan by seat, others by their number from -1 down.
 Rates = tuple[tuple[int, float], ...]
+#: Racks by number, likewise.
+Racks = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -83,18 +85,18 @@ class Shapes:
         self.microbatches = microbatches
         self._catalogue = Catalogue(tied=terms.tied)
         self._known: dict[object, Shape] = {}
-        self._first: dict[tuple[int, int], Outcome | PlanInfeasible] = {}
+        self._first: dict[tuple[int, int, Racks], Outcome | PlanInfeasible] = {}
         self._asked: dict[object, _Asked | PlanInfeasible] = {}
         self._staying: dict[object, float] = {}
 
-    def first(self, nodes: int, pipelines: int | None = None) -> Outcome:
+    def first(self, nodes: int, pipelines: int | None = None, racks: Racks = ()) -> Outcome:
         """Return the first plan for so many nodes; `pipelines`: the fewest, by default those for
-        the fault tolerance. Raises PlanInfeasible."""
+        the fault tolerance; `racks`: those of fresh nodes. Raises PlanInfeasible."""
         least = self.terms.fault_tolerance + 1 if pipelines is None else pipelines
-        key = nodes, least
+        key = nodes, least, racks
         if key not in self._first:
             try:
-                self._first[key] = self._make_first(nodes, least)
+                self._first[key] = self._make_first(nodes, least, racks)
             except PlanInfeasible as infeasible:
                 self._first[key] = infeasible
         return _found(self._first[key])
@@ -107,12 +109,13 @@ class Shapes:
         wanted: PlanWanted,
         rates: Rates = (),
         outlook: Outlook | None = None,
+        racks: Racks = (),
     ) -> Outcome:
         """Return the best `wanted` plan by the outlook, without the `gone` seats and with so many
         fresh nodes. Raises PlanInfeasible."""
-        key = id(shape), frozenset(gone), fresh, wanted, rates
+        key = id(shape), frozenset(gone), fresh, wanted, rates, racks
         if key not in self._asked:
-            change, seat = self._change(shape, gone, fresh, rates)
+            change, seat = self._change(shape, gone, fresh, rates, racks)
             try:
                 self._asked[key] = _Asked(change, seat, ask(change, wanted))
             except PlanInfeasible as infeasible:
@@ -129,24 +132,26 @@ class Shapes:
             self._staying[key] = max(staying_s(situation(change)), _LEAST_STEP_S)
         return self._staying[key]
 
-    def _make_first(self, nodes: int, pipelines: int) -> Outcome:
+    def _make_first(self, nodes: int, pipelines: int, racks: Racks) -> Outcome:
         if not nodes:
             raise PlanInfeasible("no node is live")
         terms = self.terms
+        names = [NodeName(f"s{number:05}") for number in range(nodes)]
         found = make_first_plan(
             self._catalogue,
             terms.sizes,
-            [NodeName(f"s{number:05}") for number in range(nodes)],
+            names,
             profile=terms.profile,
             microbatches=self.microbatches,
             min_pipelines=pipelines,
             generation=_FIRST,
             wanted=terms.schedule,
             shadows=terms.shadows,
+            racks={names[-1 - number]: f"r{rack}" for number, rack in racks},
         )
         plan = found.plan
         shape, before = self._shape(plan, plan)
-        seat = {name: -1 - number for number, name in enumerate(plan.nodes)}
+        seat = {name: -1 - number for number, name in enumerate(names)}
         return Outcome(
             shape=shape,
             seats=tuple(seat[name] for name in before),
@@ -173,14 +178,19 @@ class Shapes:
         return replace(asked.outcomes[key], then=taken.then)
 
     def _change(
-        self, shape: Shape, gone: Collection[int], fresh: int, rates: Rates
+        self,
+        shape: Shape,
+        gone: Collection[int],
+        fresh: int,
+        rates: Rates,
+        racks: Racks = (),
     ) -> tuple[Change, Mapping[NodeName, int]]:
         """Return the change, and the seat of each live node."""
         used = {*shape.nodes, *shape.base.nodes}
         unused = (name for k in numbers() if (name := NodeName(f"t{k:05}")) not in used)
         seat = {name: number for number, name in enumerate(shape.nodes) if number not in gone}
         seat |= {name: -1 - number for number, name in enumerate(islice(unused, fresh))}
-        rate = dict(rates)
+        rate, rack = dict(rates), dict(racks)
         slots = range(self.terms.profile.gpus_per_node)
         change = self.terms.change(
             self._catalogue,
@@ -194,6 +204,7 @@ class Shapes:
                 if number in rate
                 for slot in slots
             },
+            racks={name: f"r{rack[number]}" for name, number in seat.items() if number in rack},
         )
         return change, seat
 

@@ -34,6 +34,40 @@ def test_shellcheck_finds_nothing() -> None:
     assert done.returncode == 0, done.stdout
 
 
+@pytest.mark.parametrize(
+    ("address", "pattern", "given", "rack"),
+    [
+        ("top.leaf3.node-1", "switch.switch.node", None, "leaf3"),
+        ("top.leaf3.node-1", "switch.switch.node", "mine", "mine"),
+        ("node-1", "node", None, ""),
+    ],
+)
+def test_an_agents_rack_is_the_leaf_switch(
+    tmp_path: Path, address: str, pattern: str, given: str | None, rack: str
+) -> None:
+    for name, does in (("oobleck", ""), ("oobleck-agent", 'echo "[$OOBLECK_RACK]"')):
+        command = tmp_path / name
+        command.write_text(f"#!/bin/sh\n{does}\n")
+        command.chmod(0o755)
+    text = SCRIPT.read_text()
+    body = text[text.index("run_agent() {") : text.index("export -f run_agent")]
+    environment = {
+        "PATH": f"{tmp_path}:/usr/bin:/bin",
+        "STATE": str(tmp_path),
+        "OOBLECK_MASTER": "h:1",
+        "SLURMD_NODENAME": "node-1",
+        "SLURM_TOPOLOGY_ADDR": address,
+        "AGENT_OPTIONS": "",
+        "SLURM_TOPOLOGY_ADDR_PATTERN": pattern,
+        **({} if given is None else {"OOBLECK_RACK": given}),
+    }
+    script = f"set -u; watch_head() {{ :; }}\n{body}\nrun_agent"
+    done = subprocess.run(
+        ["bash", "-c", script], capture_output=True, text=True, check=False, env=environment
+    )
+    assert (done.returncode, done.stdout) == (0, f"[{rack}]\n"), done.stderr
+
+
 class Submitted:
     """A job of the script's."""
 

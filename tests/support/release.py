@@ -144,6 +144,7 @@ def messages() -> list[tuple[str, bytes]]:
         device="cuda",
         memory_per_worker_bytes=1 << 30,
         device_kind="H100",
+        rack="r1",
         versions=Versions(oobleck="0.1.0", python="3.11.2", torch="2.9.0", engine="1"),
         newest_protocol=NEWEST,
     )

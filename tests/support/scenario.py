@@ -303,9 +303,10 @@ class Player:
 
     def do_register(self, *names: str) -> None:
         """Start agents; NAME:SLOTS for more than one worker, NAME@VERSION for one of torch, NAME^N
-        for engine N, NAME/cuda for one with GPUs."""
+        for engine N, NAME/cuda for one with GPUs, NAME%RACK for one in a rack."""
         for word in names:
-            rest, _, device = word.partition("/")
+            rest, _, rack = word.partition("%")
+            rest, _, device = rest.partition("/")
             rest, _, engine = rest.partition("^")
             rest, _, torch = rest.partition("@")
             name, _, slots = rest.partition(":")
@@ -319,6 +320,7 @@ class Player:
                 worker_slots=int(slots or 1),
                 device=device or "cpu",
                 versions=Versions(torch=torch, engine=engine or ENGINE),
+                rack=rack,
             )
             agent = ScenarioAgent(there)
             if self._admit(agent):

@@ -217,7 +217,10 @@ def _count_losses(state: ClusterState, event: NodeEvent, unix: float) -> None:
         return
     state.losses.pass_time(unix, _live(state))
     if isinstance(event, NodeLost) and event.cause != "left":
-        state.losses.lose(event.node, unix)
+        rack = state.nodes[event.node].facts.rack
+        others = (node for name, node in state.nodes.items() if name != event.node)
+        left = sum(node.registered and node.facts.rack == rack for node in others)
+        state.losses.lose(event.node, unix, rack, left)
     elif isinstance(event, NodeRegistered):
         state.losses.come(event.facts.node, unix)
 

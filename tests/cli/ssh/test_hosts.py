@@ -9,7 +9,7 @@ def test_all_that_a_line_may_say() -> None:
     text = """
     # the first rack
     n1
-    root@10.0.0.4:2222 name=big workers=8 device=cuda gpus=0,1,2,3   # the new one
+    root@10.0.0.4:2222 name=big workers=8 device=cuda gpus=0,1,2,3 rack=r/1   # the new one
     [fe80::1]:22
     """
     assert parse_hosts(text) == [
@@ -20,7 +20,9 @@ def test_all_that_a_line_may_say() -> None:
             address="10.0.0.4",
             port=2222,
             name="big",
-            agent_options=("--workers", "8", "--device", "cuda", "--gpus", "0,1,2,3"),
+            agent_options=(
+                *("--workers", "8", "--device", "cuda", "--gpus", "0,1,2,3", "--rack", "r/1"),
+            ),
         ),
         Host(line=5, user="", address="fe80::1", port=22, name="fe80-1"),
     ]
@@ -38,6 +40,7 @@ def test_all_that_a_line_may_say() -> None:
         ("n2 workers=two", "workers=two: is not a number"),
         ("n2 workers=0", "a node has 1 to 1024"),
         ("n2 device=tpu", "device=tpu: give cpu or cuda"),
+        ("n2 rack=r,1", "rack 'r,1' is not allowed: use 1 to 63 letters"),
         ("n2 gpus=0", "give device=cuda too"),
         ("n2 name=a name=b", "name is given twice"),
         ("n2 name=N/2", "node name 'N/2' is not allowed"),

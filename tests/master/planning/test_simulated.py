@@ -8,6 +8,7 @@ from oobleck.core.job.spec import RecoveryPolicy
 from oobleck.master.events.jobs import PlanMade
 from oobleck.master.planning import client
 from oobleck.planner.recovery.chooser import CHANGE_S
+from oobleck.planner.recovery.outlook import Outlook
 from oobleck.planner.recovery.terms import Terms
 from oobleck.planner.report.account import Result
 from oobleck.planner.simulate.compare import set_up
@@ -21,7 +22,7 @@ NAMES = [f"n{number}" for number in range(1, 7)]
 #: n2 is lost, and what is due at step boundaries follows.
 LOSS = """\
 0.0 register n1 n2 n3 n4 n5 n6
-0.0 submit demo f=2 {options}
+0.0 submit demo f=2 steps=10000 {options}
 0.5 ready n1 n2 n3 n4 n5 n6
 0.7 enter 1 n1 n2 n3 n4 n5 n6
 1.0 steps 1 5 1
@@ -55,7 +56,8 @@ def test_a_loss_is_answered_as_by_the_master(
     _, *made = [event for _, event in player.journal if isinstance(event, PlanMade)]
     job = player.state.job
     assert job is not None
-    planning = client.planning(job, [player.state.nodes[name] for name in job.current.members])
+    members = [player.state.nodes[name] for name in job.current.members]
+    planning = client.planning(job, members, Outlook())
     shapes = Shapes(
         Terms(
             profile=planning.profile,

@@ -5,13 +5,21 @@ import logging
 from collections.abc import Iterator
 from typing import NoReturn
 
+import msgspec
 import pytest
 
 from oobleck.core.errors import PlanInfeasible
 from oobleck.core.ids import Generation
 from oobleck.core.schedules import Schedule
 from oobleck.master.planning import client, solve, worker
-from oobleck.master.planning.requests import PlanningFailed, PlanReply, PlanRequest
+from oobleck.master.planning.requests import (
+    Machines,
+    NextPlanReply,
+    NextPlanRequest,
+    PlanningFailed,
+    PlanReply,
+    PlanRequest,
+)
 from oobleck.planner.programs.compiler import compile as compiler
 from oobleck.planner.programs.compiler import proof
 from oobleck.planner.programs.compiler.schedule import Work, compute_order
@@ -61,6 +69,29 @@ def test_a_plan_that_is_not_proven_is_refused(monkeypatch: pytest.MonkeyPatch) -
         client.next_plan(planner, job, nodes[1:], Generation(2), "auto", Outlook())
     with pytest.raises(PlanInfeasible):  # no error of ours
         client.first_plan(planner, job, nodes[:1], Generation(1))
+
+
+def test_a_reply_has_each_plan_once() -> None:
+    nodes = [node(number) for number in range(1, 6)]
+    _, job = trained_job(nodes, hidden=34)
+    assert job.current.made is not None
+    request = NextPlanRequest(
+        spec=job.spec,
+        machines=Machines.of(job, nodes),
+        plan=job.current.made.plan,
+        base=None,
+        wanted="auto",
+        nodes=tuple(one.facts.node for one in nodes[1:]),
+        most_nodes=5,
+        generation=Generation(2),
+    )
+    reply = solve.work_out(request)
+    assert isinstance(reply, NextPlanReply)
+    read = msgspec.json.decode(encoded := msgspec.json.encode(reply), type=NextPlanReply)
+    courses = reply.candidates.courses
+    assert any(course.behind is not None for course in courses)
+    assert encoded.count(b'"holds"') == len(reply.answers) < len(courses)
+    assert read.candidates == reply.candidates
 
 
 def crashes(*_: object, **__: object) -> NoReturn:

@@ -36,7 +36,7 @@ class SlowLinks(AtOnce):
                 replace(course, first=replace(course.first, outrun_bytes=self.outrun_bytes))
                 for course in found.courses
             ]
-            return NextPlanReply(candidates=replace(found, courses=tuple(courses)))
+            return NextPlanReply.of(replace(found, courses=tuple(courses)))
         return reply
 
 

@@ -2,6 +2,8 @@
 
 import pytest
 
+from oobleck.core.ids import NodeName
+from oobleck.master.api.view import node_info
 from oobleck.master.events.jobs import PlanMade
 from oobleck.planner.recovery.chooser import CHANGE_S
 from support.scenario import Player
@@ -20,6 +22,7 @@ LOSS = """
 {end} phase transferred 2 n1 n2 n4 n5
 {after} steps 6 6 2
 """
+LABELLED = "register n1 n2 n3%r1 n4%r1 n5%r2"
 
 
 @pytest.mark.parametrize("transfer", [5.0, 80.0])
@@ -50,3 +53,17 @@ def test_losses_are_counted_and_known_after_a_restart() -> None:
     # Whoever leaves in order does not fail.
     player.play("20.0 leave n5\n")
     assert sum(player.state.losses.events.values()) == pytest.approx(1.0, rel=1e-3)
+
+
+def test_racks_are_journaled_and_their_losses_are_one_event() -> None:
+    """Two of five nodes are a rack; both are lost, and the master starts anew."""
+    player = Player()
+    player.play(LOSS.format(end=4.0, after=4.1).replace("register n1 n2 n3 n4 n5", LABELLED))
+    state = player.state
+    node = state.nodes[NodeName("n4")]
+    assert node_info(state, node, 5.0, 5.0).rack == "r1"
+    assert state.losses.whole_racks == 0
+    player.play("20.0 close n4\n20.01 peer_lost n5/0 2\n20.1 restart\n")
+    losses = player.state.losses
+    assert losses.whole_racks == pytest.approx(1.0, rel=1e-3)
+    assert losses.seen == pytest.approx(1.0, rel=1e-3)

@@ -8,7 +8,7 @@ from itertools import combinations
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from oobleck.core.errors import PlanInfeasible
@@ -84,10 +84,15 @@ def test_a_plan_that_nccl_cannot_carry_is_no_choice_where_there_is_another() -> 
 
 
 def drawn_steps(
-    phases: Sequence[Phase], outlook: Outlook, nodes: int, until_s: float, undone: float
+    phases: Sequence[Phase],
+    outlook: Outlook,
+    nodes: int,
+    until_s: float,
+    undone: float,
+    rounds: int = 40_000,
 ) -> float:
     """The mean over drawn events of the steps committed until then, less what a return undoes."""
-    draw, wait_s, total, rounds = random.Random(7), outlook.wait_s(nodes), 0.0, 40_000
+    draw, wait_s, total = random.Random(7), outlook.wait_s(nodes), 0.0
     for _ in range(rounds):
         event_s = draw.expovariate(1 / wait_s)
         at, end = 0.0, min(event_s, until_s)
@@ -128,6 +133,39 @@ def test_the_share_of_events_that_take_last_holders_is_that_of_all_sets_of_nodes
     share = Exposure.of(plan).share(((taken, 1.0),))
     assert share >= hit / len(sets)
     assert share == pytest.approx(hit / len(sets)) or taken > 3  # sets overlap
+
+
+@pytest.mark.parametrize("labels", ["aabb", "abab", "abcd", "a.bb", "...."])
+def test_the_share_of_events_counts_racks_whose_loss_takes_last_holders(labels: str) -> None:
+    """The nodes n0 and n2, and n1 and n3, hold the same. An event takes a rack, or two nodes."""
+    racks = {name: label.strip(".") for name, label in zip(PLAN.nodes, labels, strict=True)}
+    own: dict[str, set[NodeName]] = {}
+    for name, label in racks.items():
+        own.setdefault(label, set()).add(name)
+    several = [nodes for label, nodes in own.items() if label and len(nodes) > 1]
+    losses = Losses()
+    losses.pass_time(0.0, 4)
+    whole = losses.rack_share(racks)
+    assert whole == pytest.approx(len(several) / (len(several) + 4) if several else 0)
+    draw, hits, rounds = random.Random(5), 0, 4000
+    for _ in range(rounds):
+        rack = draw.random() < whole
+        gone = draw.choice(several) if rack else set(draw.sample(PLAN.nodes, 2))
+        hits += any(nodes <= gone for nodes in PLAN.layer_nodes())
+    share = Exposure.of(PLAN, racks=racks).share(((2, 1.0),), whole)
+    assert share == pytest.approx(hits / rounds, abs=0.03)
+
+
+def test_holders_in_one_rack_are_at_risk_where_racks_fail() -> None:
+    racks = dict(zip(PLAN.nodes, "abab", strict=True))
+    together = Exposure.of(PLAN, racks=racks)
+    apart = Exposure.of(PLAN, racks=dict(zip(PLAN.nodes, "aabb", strict=True)))
+    assert (together.fatal_racks, apart.fatal_racks) == (2, 0)
+    risky, safe = course(1.0, exposure=together), course(1.1, exposure=apart)
+    quiet = msgspec.structs.replace(expecting(1000.0, 4), behind_steps=5000, every_steps=math.inf)
+    assert choose(forced(risky, safe), quiet).step_s == 1.0
+    failing = msgspec.structs.replace(quiet, whole_rack=0.5)
+    assert choose(forced(risky, safe), failing).step_s == 1.1
 
 
 @given(
@@ -267,6 +305,69 @@ def test_a_change_that_has_to_gain_is_not_made_for_a_short_time() -> None:
         choose(found, expecting(60.0, 4))
 
 
+@given(data=st.data())
+@settings(max_examples=15, deadline=None)
+def test_behind_a_re_route_the_course_with_more_drawn_steps_is_taken(data: st.DataObject) -> None:
+    """A risk counts as it did at the loss; where nodes join, it keeps none idle."""
+    part = st.floats(0.8, 1.25)
+    staying = Staying(step_s=1.0, weight=1.0, guarantee=0, exposure=data.draw(RISKS))
+    made = course(
+        data.draw(part),
+        stall_s=data.draw(st.floats(0, 200)),
+        guarantee=0,
+        exposure=data.draw(RISKS),
+    )
+    outlook = msgspec.structs.replace(
+        expecting(data.draw(st.floats(100, 5000)), 4),
+        behind_steps=data.draw(st.integers(0, 2000)),
+        every_steps=data.draw(st.sampled_from([1.0, math.inf])),
+    )
+    found = Candidates(courses=(made,), live=4, staying=staying, by_value=True, before=ALONE)
+    phases = made.phases(outlook, ALONE, staying)
+    stays = [Phase(seconds=math.inf, steps_per_s=1.0, exposure=staying.exposure)]
+    undone = outlook.undone_steps(phases[-1].steps_per_s, outlook.wait_s(4))
+    gain, rate = 0.0, phases[-1].steps_per_s
+    for one, sign in ((phases, 1), (stays, -1)):
+        gain += sign * drawn_steps(one, outlook, 4, math.inf, undone, 8000)
+    assume(abs(gain) > 0.05 * outlook.wait_s(4) * max(rate, 1.0) + 0.05 * undone)
+    if gain > 0:
+        assert choose(found, outlook).found is made.first.found
+    else:
+        with pytest.raises(PlanInfeasible, match="not worth a change"):
+            choose(found, outlook)
+
+
+RISKS = st.sampled_from([SAFE, ALONE])
+
+
+def test_a_node_that_joins_is_used_where_it_pays_within_what_is_left() -> None:
+    staying = Staying(step_s=1.0, weight=1.0, guarantee=1, exposure=SAFE)
+    found = Candidates(courses=(course(0.9, stall_s=20.0),), live=4, staying=staying, before=SAFE)
+    for left_s in (1.0, 15.0, 24.0, 26.0, 40.0, 1000.0):
+        outlook = msgspec.structs.replace(expecting(1e6, 4), left_s=left_s)
+        copied, rest = min(20.0, left_s), max(0.0, left_s - 20.0 - CHANGE_S)
+        gained = copied + rest / 0.9 - left_s
+        if gained >= -TIE * left_s:
+            assert choose(found, outlook).step_s == 0.9
+        else:
+            with pytest.raises(PlanInfeasible, match=f"for the {left_s:g} s that are left"):
+                choose(found, outlook)
+
+
+def test_a_drained_node_trains_until_the_boundary() -> None:
+    """At once the cut that moves little would be taken; ahead of a boundary, the faster one."""
+    staying = Staying(step_s=1.0, weight=1.0, guarantee=0, exposure=ALONE)
+    near, far = course(1.1), course(1.0, stall_s=60.0)
+    outlook = expecting(400.0, 4)
+    assert choose(forced(near, far), outlook).step_s == 1.1
+    found = replace(forced(near, far), staying=staying, forced=True)
+    assert choose(found, outlook).step_s == 1.0
+    # It must go, whatever that costs.
+    slow = replace(found, courses=(course(5.0, stall_s=1e4, guarantee=0),))
+    ending = msgspec.structs.replace(outlook, left_s=1.0)
+    assert choose(slow, ending).step_s == 5.0
+
+
 def test_a_follow_up_costs_whole_steps_of_the_first_plan() -> None:
     moved = course(1.0, stall_s=25.0).first
     both = course(10.0, policy="reroute", behind=moved)
@@ -309,6 +410,25 @@ def test_losses_of_one_moment_are_one_event() -> None:
     losses.come(NodeName("b"), 80.0)
     losses.come(NodeName("unknown"), 80.0)
     assert losses.median_back_s == pytest.approx(60.0)
+
+
+def test_losses_of_a_rack_are_one_event_though_they_are_found_one_after_the_other() -> None:
+    losses = Losses()
+    racks = {NodeName(name): rack for name, rack in zip("abcdef", "xxxyyy", strict=True)}
+    left = dict(racks)
+    for at, node in ((0.0, "a"), (30.0, "b"), (80.0, "c"), (100.0, "d"), (500.0, "e")):
+        losses.pass_time(at, len(left))
+        rack = left.pop(NodeName(node))
+        losses.lose(NodeName(node), at, rack, [*left.values()].count(rack))
+    assert losses.whole_racks == pytest.approx(1, rel=0.01)
+    assert {size: round(n, 2) for size, n in losses.events.items() if n > 0.01} == {1: 2}
+    assert losses.seen == pytest.approx(3, rel=0.01)
+    assert losses.rack_share(racks) == pytest.approx((1 + 2 / 8) / (3 + 1), rel=0.01)
+    assert losses.rack_share(dict.fromkeys(racks, "")) == 0
+    # The last node of a rack alone is no rack.
+    losses.pass_time(1000.0, 1)
+    losses.lose(NodeName("f"), 1000.0, "y", 0)
+    assert losses.whole_racks == pytest.approx(1, rel=0.01)
 
 
 def test_a_node_that_comes_and_goes_is_no_rack() -> None:

@@ -2,13 +2,23 @@
 
 import itertools
 import random
+from collections.abc import Mapping
 
 import pytest
 
 from oobleck.core.ids import Generation, NodeName
 from oobleck.core.plan import Plan, place
-from oobleck.planner.recovery.placement import Seats, Slot, keep_fitting, put_in_place, seat
+from oobleck.planner.recovery.placement import (
+    Seats,
+    Slot,
+    keep_fitting,
+    put_in_place,
+    seat,
+    spread,
+)
+from oobleck.planner.search.instantiate import over_racks, renamed
 from oobleck.planner.search.templates import generate_templates
+from support.plans import plan_of_cuts
 from support.profiles import profile_of
 
 
@@ -82,3 +92,46 @@ def test_whole_pipelines_stay_and_the_schedule_with_them() -> None:
     assert now.schedule == "zb-h1"
     assert now.pipelines[0].stages == first.stages
     assert now.shares == (range(6), range(6, 8))
+
+
+# ---- Racks
+
+
+def in_one_rack(plan: Plan, racks: Mapping[NodeName, str]) -> int:
+    """Sets of two or more holders of a layer that are all in one rack."""
+    sets = [own for own in set(map(frozenset, plan.layer_nodes())) if len(own) > 1]
+    return sum(len({racks[name] or name for name in own}) == 1 for own in sets)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_as_few_layers_as_in_the_best_order_of_all_have_their_holders_in_one_rack(
+    seed: int,
+) -> None:
+    rng = random.Random(seed)
+    layers = rng.randint(2, 4)
+    pipelines = []
+    for size in ((3, 2), (2, 2, 2), (1, 2, 3), (2, 3))[seed % 4]:
+        ends = sorted(rng.sample(range(1, layers), min(size, layers) - 1))
+        cuts = [stop - first for first, stop in zip([0, *ends], [*ends, layers], strict=True)]
+        pipelines.append((cuts, 4))
+    plan = plan_of_cuts(*pipelines)
+    racks = {name: rng.choice(["a", "b", ""]) for name in plan.nodes}
+    orders = itertools.permutations(plan.nodes)
+    best = min(
+        in_one_rack(renamed(plan, dict(zip(plan.nodes, order, strict=True))), racks)
+        for order in orders
+    )
+    found = over_racks(plan, racks, [plan.nodes])
+    assert sorted(found.nodes) == sorted(plan.nodes)
+    assert in_one_rack(found, racks) == best <= in_one_rack(plan, racks)
+
+
+def test_nodes_that_hold_state_keep_their_places_where_fresh_ones_spread_over_racks() -> None:
+    before, wanted = plan_of_cuts(([1, 1], 4)), plan_of_cuts(([1, 1], 4), ([1, 1], 4))
+    live = [*wanted.nodes, NodeName("n4")]  # idle
+    racks = dict(zip(live, "abaab", strict=True))
+    found = spread(wanted, before, racks, live=live)
+    first, second = found.pipelines
+    assert first.nodes == ("n0", "n1")
+    assert second.nodes == ("n4", "n3")
+    assert spread(wanted, before, {}, live=live) is wanted

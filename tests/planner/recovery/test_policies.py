@@ -21,7 +21,7 @@ from oobleck.planner.programs.communicators import communicators
 from oobleck.planner.programs.listing.schedule import listed_routes
 from oobleck.planner.programs.transfer import plan_transfers
 from oobleck.planner.recovery import worth
-from oobleck.planner.recovery.answer import Answer, Change, splitting_weight
+from oobleck.planner.recovery.answer import Answer, Change, Exposure, splitting_weight
 from oobleck.planner.recovery.chooser import CHANGE_S
 from oobleck.planner.recovery.outlook import expecting
 from oobleck.planner.recovery.policies import answer, answers
@@ -448,3 +448,16 @@ def test_state_that_takes_longer_than_the_horizon_moves_where_nothing_else_is_po
 
 def test_layers_that_take_no_time_are_planned() -> None:
     assert answer(change([4, 4], "n1", forward_s=0.0), "auto").found.plan.microbatches == 16
+
+
+@pytest.mark.parametrize("sizes", [(3, 2), (4, 2, 2), (2, 2)])
+def test_racks_cost_no_bytes_and_no_step_time(sizes: tuple[int, ...]) -> None:
+    asked = change(sizes, "n0", state_bytes=GIGABYTE, joined=["x", "y"])
+    labelled = replace(asked, racks=dict(zip(asked.live, "abab" * 3, strict=False)))
+    plain, found = (answer(one, "templates") for one in (asked, labelled))
+    assert found.exposure.racks == 2
+    plain_racks = Exposure.of(plain.found.plan, racks=labelled.racks)
+    assert found.exposure.fatal_racks <= plain_racks.fatal_racks
+    assert (found.moved_bytes, found.stall_s) == (plain.moved_bytes, plain.stall_s)
+    assert found.step_s == plain.step_s
+    assert set(found.found.plan.nodes) | set(found.found.idle) == set(asked.live)

@@ -7,6 +7,7 @@ import pytest
 from oobleck.core.codec import decode, encode
 from oobleck.core.ids import Generation, NodeName
 from oobleck.core.plan import Plan, WorkerRate, place
+from oobleck.planner.recovery.outlook import expecting
 from oobleck.planner.report.planning import Planning
 from oobleck.planner.report.what_if import what_if
 from oobleck.planner.search.templates import generate_templates
@@ -101,6 +102,22 @@ def test_what_is_sent_is_what_is_read() -> None:
     assert what_if(read, names("n3")).step_s > 0
     with pytest.raises(ValueError, match="'hope'"):
         decode(Planning, encode(asked).replace(b'"auto"', b'"hope"'))
+
+
+def test_the_answer_goes_by_what_the_cluster_has_learned() -> None:
+    """State takes minutes to move, which pays where the next loss is far."""
+    asked = planning(3, 3)
+    layers = tuple(replace(layer, state_bytes=5 * 10**10) for layer in asked.profile.layers)
+    links = replace(asked.profile.links, inter_node_bytes_per_s=1e9)
+    profile = replace(asked.profile, layers=layers, links=links, gpu_memory_bytes=10**12)
+    asked = replace(asked, profile=profile, fault_tolerance=0, rates=())
+    taken = {}
+    for wait_s in (60.0, 1e6):
+        outlook = expecting(wait_s, len(asked.nodes))
+        found = what_if(replace(asked, outlook=outlook), names("n1"))
+        assert found.taken is not None
+        taken[wait_s] = (found.taken.policy, found.taken.then)
+    assert taken == {60.0: ("reroute", None), 1e6: ("templates", None)}
 
 
 def test_the_answer_is_the_policys() -> None:

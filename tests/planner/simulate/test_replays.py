@@ -322,6 +322,27 @@ def test_a_trace_without_enough_nodes_is_refused() -> None:
         set_up(trace_of(rows), shapes(), nodes=NODES, costs=COSTS, until_s=None)
 
 
+@pytest.mark.parametrize("labels", ["ababab", "aabbab", "abcabc"])
+def test_a_rack_that_is_lost_takes_no_last_holder_where_its_label_is_known(labels: str) -> None:
+    """Two pipelines of three nodes. A rack returns as fresh nodes, and then the other one goes."""
+    own = shapes.__wrapped__(PROFILE, NODES, 1)
+    racks: dict[str, list[str]] = {}
+    for number, label in enumerate(labels, start=1):
+        racks.setdefault(label, []).append(f"n{number}")
+    first, second = racks["a"], racks["b"]
+    more = {"a": [f"{name}.2" for name in first]}
+    rows = [(30.0, "remove", name) for name in first] + [(60.0, "add", name) for name in more["a"]]
+    found = trace(*rows, *((120.0, "remove", name) for name in second))
+    costs = replace(COSTS, checkpoint_every_s=20)
+    known = {**racks, "a": [*first, *more["a"]]}
+    setting = set_up(found, own, nodes=NODES, costs=costs, until_s=180, racks=known)
+    told = replay(setting, "auto")
+    assert told.account.returns == 0
+    assert told.failed_at is None
+    blind = replay(replace(setting, racks={}), "auto")
+    assert blind.samples <= told.samples
+
+
 def test_alike_pipelines_are_planned_once() -> None:
     own = shapes.__wrapped__(PROFILE, 12, 1)
     rows = [Row(0.0, "add", f"n{number}") for number in range(12)]
