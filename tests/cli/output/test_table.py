@@ -85,8 +85,8 @@ def test_columns_that_say_nothing_of_any_node_are_left_out() -> None:
 def test_a_wide_listing_has_every_column_whatever_the_width() -> None:
     shown = text.nodes_table([node("n1")], width=80, wide=True).splitlines()
     assert " ".join(shown[0].split()) == (
-        "NODE STATE WORKERS DEVICE MEMORY/WORKER ADDRESS VERSIONS PID JOB GENERATION PACE HEARD "
-        "REASON"
+        "NODE STATE WORKERS RACK DEVICE MEMORY/WORKER ADDRESS VERSIONS PID JOB GENERATION PACE "
+        "HEARD REASON"
     )
     assert len(shown) == 2
     jobs = text.jobs_table([pb.JobStatus(job_id="demo-1")], width=80, wide=True).splitlines()
