@@ -27,17 +27,23 @@ def learn_costs(
     link_bytes_per_s: float | None = None,
     microbatches: int | None = None,
 ) -> dict[str, float]:
-    """Return costs by their names in `--costs`, each a median, but the salvage a mean; without
-    those that no record tells.
+    """Return costs by their names in `--costs`, each a median, but shares and ratios means;
+    without those that no record tells.
 
     `events` and `metrics`: the records of the job's files. `link_bytes_per_s`: speed of a node's
     link that its plans were made with; `microbatches`: those of a step.
     """
     found: defaultdict[str, list[float]] = defaultdict(list)
-    step_s, between = _steps(metrics)
+    steps_s, between = _steps(metrics)
+    #: Seconds of steps whose plan expected some, and the expected ones.
+    happened_s = expected_s = 0.0
     made = [one for one in events if one["event"] == "reconfigured" and "superseded_by" not in one]
     for change in made:
         phases, expected = change["phases"], change.get("expected")
+        own_s = steps_s.get(change["to_generation"], ())
+        if expected is not None:
+            happened_s += sum(own_s)
+            expected_s += len(own_s) * expected["step_s"]
         if change["boundary"]:
             if change["stall_s"] is not None:
                 found["switch_s"].append(change["stall_s"])
@@ -56,9 +62,8 @@ def learn_costs(
             kept = change["salvaged_microbatches"] / microbatches
             # Losses come at any time of a step, so half of it was done on average.
             found["salvage"].append(2 * kept)
-            usual = step_s.get(change["to_generation"])
-            if usual is not None:
-                found["first_step_s"].append(phases["first_step"] - (1 - kept) * usual)
+            if own_s:
+                found["first_step_s"].append(phases["first_step"] - (1 - kept) * median(own_s))
     saved = [one for one in events if one["event"] == "checkpoint_saved"]
     found["save_s"] = _pauses(saved, between)
     times = [one["time"] for one in saved if not one["request"]]
@@ -67,19 +72,21 @@ def learn_costs(
     if found["salvage"]:
         share = sum(found["salvage"]) / len(found["salvage"])
         costs["salvage"] = min(1.0, share)
+    if expected_s:
+        costs["step_ratio"] = happened_s / expected_s
     return costs
 
 
-def _steps(metrics: Iterable[Record]) -> tuple[dict[int, float], dict[int, float]]:
-    """Return the median seconds of a step by generation, without each one's first, and by step the
-    seconds between its commit and the begin of the next one."""
+def _steps(metrics: Iterable[Record]) -> tuple[Mapping[int, Sequence[float]], dict[int, float]]:
+    """Return the seconds of steps by generation, without each one's first, and by step the seconds
+    between its commit and the begin of the next one."""
     of: defaultdict[int, list[float]] = defaultdict(list)
     between: dict[int, float] = {}
     for before, line in pairwise(metrics):
         if before["generation"] == line["generation"]:
             of[line["generation"]].append(line["step_seconds"])
             between[before["step"]] = line["time"] - line["step_seconds"] - before["time"]
-    return {generation: median(found) for generation, found in of.items()}, between
+    return of, between
 
 
 def _pauses(saved: Collection[Record], between: Mapping[int, float]) -> list[float]:

@@ -89,7 +89,7 @@ def set_up(
         shapes=shapes,
         costs=costs,
         until_s=end_s,
-        full_step_s=full.step_s,
+        full_step_s=full.step_s * costs.step_ratio,
         batch=shapes.microbatches * shapes.terms.profile.microbatch,
         nodes=nodes,
         most_nodes=nodes - spares if spares else None,
@@ -157,6 +157,7 @@ def _first_rate(setting: Setting, nodes: int) -> float:
     terms, shapes = setting.shapes.terms, setting.shapes
     least = min(terms.fault_tolerance + 1, nodes // terms.sizes.start)
     try:
-        return setting.batch / shapes.first(nodes, max(1, least)).step_s
+        step_s = shapes.first(nodes, max(1, least)).step_s
     except PlanInfeasible:
         return 0.0
+    return setting.batch / (step_s * setting.costs.step_ratio)

@@ -11,6 +11,9 @@ from difflib import get_close_matches
 
 from oobleck.planner.recovery.outlook import SALVAGE
 
+#: Least and most of costs that are no seconds.
+_LIMITS: Mapping[str, tuple[float, float]] = {"salvage": (0, 1), "step_ratio": (0.001, 1000)}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
@@ -38,6 +41,8 @@ class Costs:
     slow_s: float = 4.0
     #: Bytes per second of a node that receives or sends state; 0: the profile's links.
     bytes_per_s: float = 0.0
+    #: Seconds of a step for each second that its plan expects.
+    step_ratio: float = 1.0
     #: Share of a broken step's work that the next plan need not do again.
     salvage: float = SALVAGE
     #: Seconds between two checkpoints; 0: there are none.
@@ -49,9 +54,10 @@ class Costs:
     def __post_init__(self) -> None:
         for one in fields(self):
             value = getattr(self, one.name)
-            most, text = (1, "at most 1") if one.name == "salvage" else (1e15, "a finite number")
-            if not (math.isfinite(value) and 0 <= value <= most):
-                raise ValueError(f"{one.name} is {value!r}; give at least 0 and {text}")
+            least, most = _LIMITS.get(one.name, (0, 1e15))
+            text = f"at most {most}" if one.name in _LIMITS else "a finite number"
+            if not (math.isfinite(value) and least <= value <= most):
+                raise ValueError(f"{one.name} is {value!r}; give at least {least} and {text}")
 
 
 def parse_costs(text: str) -> Costs:

@@ -502,7 +502,9 @@ class Replay:
         assert self._shape is not None, "there is a plan"
         rates = tuple(one for one in self._slow(()) if one[0] >= 0)
         slow = rates or self._shape.plan.rates
-        step_s = self._shapes.staying_s(self._shape, rates) if slow else self._step_s
+        step_s = self._step_s
+        if slow:
+            step_s = self._shapes.staying_s(self._shape, rates) * self._costs.step_ratio
         self._step = max(1, ticks(step_s))
         self._left = min(self._step, max(1, round(left * self._step)))
 
@@ -622,7 +624,7 @@ class Replay:
         self._seats = {name: seat for seat, name in enumerate(self._names)}
         self._shape, self._gone, self._coming = found.shape, set(), None
         self._repaired = frozenset()
-        self._step_s, self._then = found.step_s, found.then
+        self._step_s, self._then = found.step_s * self._costs.step_ratio, found.then
         self._set_step(1 - self._kept)
         self._kept = 0.0
         self._trained, self._looked, self._look_at = False, None, None

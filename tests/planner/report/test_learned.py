@@ -14,7 +14,7 @@ def change(generation: int, **fields: object) -> dict[str, object]:
         "policy": "templates",
         "boundary": False,
         "stall_s": 3.0,
-        "expected": {"step_s": 2.0, "stall_s": 1.5},
+        "expected": {"step_s": 1.6, "stall_s": 1.5},
         "redo_step": 7,
         "salvaged_microbatches": 2,
         "phases": {
@@ -63,6 +63,7 @@ def test_each_cost_is_what_its_records_tell() -> None:
             "bytes_per_s": 0.5e9,  # a second was expected, and it took two
             "salvage": 0.5,  # a quarter of whole steps, half of which was done on average
             "first_step_s": 1.0,  # beside the part of the step that was done again
+            "step_ratio": 1.25,  # of steps whose plan expected some
             "switch_s": 0.7,
             "load_s": 2.0,
             "save_s": 0.5,

@@ -76,6 +76,25 @@ def test_without_events_every_moment_is_useful() -> None:
     assert data["samples_per_s_of_full"] == pytest.approx(1)
 
 
+def test_a_trace_twice_as_long_with_steps_twice_as_long_gives_as_many_samples() -> None:
+    instant = dict.fromkeys(("detect_s", "plan_s", "abort_s", "meeting_s", "switch_s"), 0.0)
+    costs = replace(COSTS, settle_s=0, slow_s=0, bytes_per_s=1e15, **instant)
+    found = []
+    for ratio in (1, 2):
+        rows = [(50, "remove", "n1"), (100, "slow", "n2", 0.5), (200, "add", "n1")]
+        own = trace(*((ratio * at, *rest) for at, *rest in rows))
+        setting = set_up(
+            own,
+            shapes(),
+            nodes=NODES,
+            costs=replace(costs, step_ratio=ratio),
+            until_s=300 * ratio,
+        )
+        compared = compare(setting, ["templates"])
+        found.append((compared.results["templates"].samples, compared.bounds.free_changes * ratio))
+    assert found[1] == pytest.approx(found[0], rel=1e-6)
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_one_loss_is_what_plan_lost_tells(policy: RecoveryPolicy) -> None:
     report = make_report(
@@ -364,6 +383,7 @@ def test_alike_pipelines_are_planned_once() -> None:
         ('{\n "detect": 1}', "line 2: unknown cost 'detect'; did you mean detect_s?"),
         ('{"plan_s": 1,\n\n"abort_s": -1}', "line 3: abort_s is -1.0; give at least 0"),
         ('{"salvage": 1.5}', "line 1: salvage is 1.5; give at least 0 and at most 1"),
+        ('{"step_ratio": 0}', "line 1: step_ratio is 0.0; give at least 0.001 and at most 1000"),
         ('{"load_s": "x"}', 'line 1: load_s is "x"; give a number'),
         ('{"load_s": true}', "line 1: load_s is true; give a number"),
         ('{"load_s": NaN}', "line 1: load_s is nan; give at least 0"),
