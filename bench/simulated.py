@@ -11,7 +11,10 @@ Compared are
 
 - steps: committed in the second half, from its first event to its end;
 - stall: seconds of the second half in which no step was worked on, for changes of plan;
-- changes: plans of the second half; below, those of the whole trace by policy and rule.
+- changes: plans of the second half.
+
+Below them are the plans of the whole trace by policy and rule: their number, and the median
+standstill before them.
 """
 
 import argparse
@@ -21,11 +24,12 @@ import random
 import subprocess
 import tempfile
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from bench.support.client import BIN, Record
@@ -175,15 +179,30 @@ def main() -> None:
     made = sum(whole["counts"][p][r] - first["counts"].get(p, {}).get(r, 0)
                for p, of in whole["counts"].items() for r in of)  # fmt: skip
     told_stall = whole["seconds"]["stalled"] - first["seconds"]["stalled"]
-    counts = Counter(
-        (e["policy"], e["rule"]) for e in part(events, 0, end_s) if e["event"] == "reconfigured"
-    )
+    kinds = defaultdict[tuple[str, str], list[float]](list)
+    for change in part(events, 0, end_s):
+        if change["event"] == "reconfigured" and "superseded_by" not in change:
+            kinds[change["policy"], change["rule"]].append(stood_s(change))
     print(f"{'':16}{'real':>9}{'simulated':>11}{'ratio':>7}")
     print(f"{'steps':16}{real_steps:9}{told_steps:11.1f}{told_steps / real_steps:7.3f}")
     print(f"{'stall, s':16}{stall_s:9.2f}{told_stall:11.2f}{told_stall / stall_s:7.3f}")
     print(f"{'changes':16}{len(changes):9}{made:11}")
-    print("real plans", dict(counts))
-    print("simulated ", whole["counts"])
+    for (policy, rule), found in sorted(kinds.items()):
+        told_number = whole["counts"].get(policy, {}).get(rule, 0)
+        print(f"{policy} {rule}: {len(found)} plans, simulated {told_number}", end="")
+        if told_number:
+            real_s, told_s = median(found), whole["stall_s"][policy][rule]
+            print(f"; {real_s:.2f} s, simulated {told_s:.2f} s, {told_s / real_s:.2f}", end="")
+        print()
+    print("simulated", whole["counts"])
+
+
+def stood_s(change: Record) -> float:
+    """The standstill before a plan's first step."""
+    if change["boundary"]:
+        return change["stall_s"] or 0.0
+    phases = change["phases"].items()
+    return sum(s or 0.0 for phase, s in phases if phase not in ("first_step", "waiting"))
 
 
 if __name__ == "__main__":

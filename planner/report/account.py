@@ -5,10 +5,13 @@ Times are whole numbers of ticks, so that sums are exact. A tick is a power of t
 that sums of the told seconds are exact as well. Must not know plans.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from statistics import median_low
+from typing import Any, Literal, TypeVar
+
+Value = TypeVar("Value")
 
 #: Parts of a second. Numbers of ticks of many years fit into a float.
 TICKS = 1 << 24
@@ -124,6 +127,10 @@ class Account:
     redone_samples: float = 0.0
     moved_bytes: int = 0
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)
+    #: Standstill before each plan, by policy and rule.
+    stalls: defaultdict[tuple[str, str], list[int]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
 
     @property
     def wall(self) -> int:
@@ -191,6 +198,7 @@ class Result:
             "idle_node_s": seconds(own.idle_nodes),
             "events": own.events,
             "counts": nested(own.counts),
+            "stall_s": nested({kind: seconds(median_low(own.stalls[kind])) for kind in own.stalls}),
             "redone_samples": own.redone_samples,
             "moved_bytes": own.moved_bytes,
             "returns": own.returns,
@@ -205,9 +213,9 @@ class Result:
         return told
 
 
-def nested(counts: Mapping[tuple[str, str], int]) -> dict[str, dict[str, int]]:
-    """Return the counts by policy, then by rule."""
-    found: dict[str, dict[str, int]] = {}
-    for (policy, rule), number in sorted(counts.items()):
-        found.setdefault(policy, {})[rule] = number
+def nested(values: Mapping[tuple[str, str], Value]) -> dict[str, dict[str, Value]]:
+    """Return the values by policy, then by rule."""
+    found: dict[str, dict[str, Value]] = {}
+    for policy, rule in sorted(values):
+        found.setdefault(policy, {})[rule] = values[policy, rule]
     return found

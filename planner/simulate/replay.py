@@ -96,6 +96,8 @@ class Replay:
         #: Whether the plan has committed a step: nothing voluntary comes before.
         self._trained = False
         self._phases: deque[tuple[Cause, int]] = deque()
+        #: Ticks of the phases passed on the way to the next plan.
+        self._stood = 0
         self._coming: _Coming | None = None
         #: Since when no plan is possible, and why.
         self._waits_since: int | None = 0
@@ -160,6 +162,8 @@ class Replay:
         cause, left = self._phases[0]
         spent = min(left, until - self._now)
         self._spend(spent, cause)
+        if cause not in ("save", "first_step"):
+            self._stood += spent
         if spent == left:
             self._phases.popleft()
             if cause == "save":
@@ -629,6 +633,8 @@ class Replay:
         self._kept = 0.0
         self._trained, self._looked, self._look_at = False, None, None
         self.account.counts[found.policy, found.rule] += 1
+        self.account.stalls[found.policy, found.rule].append(self._stood)
+        self._stood = 0
         if not self._rolled_back:
             self.account.moved_bytes += found.moved_bytes
         self._rolled_back = False

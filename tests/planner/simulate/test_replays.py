@@ -121,6 +121,7 @@ def test_one_loss_is_what_plan_lost_tells(policy: RecoveryPolicy) -> None:
     assert found.account.moved_bytes == own["moved_bytes"]
     told = found.data()
     assert told["seconds"]["stalled"] == pytest.approx(1 + own["stall_s"], abs=1e-5)
+    assert told["stall_s"][loss["policy"]][loss["rule"]] == told["seconds"]["stalled"]
     # A quarter of a step is broken and half of that is kept, then three quarters are done.
     assert told["seconds"]["redone"] == pytest.approx(0.125 * step_s, abs=1e-5)
     assert found.samples == pytest.approx((2 + 0.125 + 0.75) * MICROBATCHES, rel=1e-4)
