@@ -24,7 +24,7 @@ Record = Mapping[str, Any]
 @click.option(
     "--costs",
     is_flag=True,
-    help="Print what the job's interruptions took instead, as JSON for 'oobleck simulate --costs'.",
+    help="Print what interruptions and steps took instead, as JSON for 'oobleck simulate --costs'.",
 )
 @options.form_options("One JSON object, as of a policy in 'oobleck simulate --json'.")
 def goodput(job_id: str, master: Endpoint, costs: bool, form: "Form") -> None:
