@@ -42,7 +42,7 @@ _BATCH, _MICROBATCH = 16, 2
 _LAYERS, _PARAMETERS = 8, 2_100_000
 
 
-def job() -> dict[str, object]:
+def job(profile: str = "measure") -> dict[str, object]:
     return {
         "name": "simulated",
         "model": {
@@ -57,7 +57,7 @@ def job() -> dict[str, object]:
         "training": {"steps": 1_000_000, "global_batch": _BATCH, "microbatch": _MICROBATCH},
         "fault_tolerance": 1,
         "resources": {"min_nodes_per_pipeline": 2},
-        "profile": "measure",
+        "profile": profile,
     }  # fmt: skip
 
 
@@ -119,9 +119,9 @@ def simulate(
         rows.writerows([0, "add", f"n{number}"] for number in range(1, nodes + 1))
         rows.writerows([f"{event.at_s:.3f}", event.what, event.node] for event in happened)
     (folder / "costs.json").write_text(json.dumps(dict(costs)))
-    command = [str(BIN / "oobleck"), "simulate", "--trace", str(path), "--nodes", str(nodes)]
-    command += ["--profile", str(folder / "profile.json"), "--costs", str(folder / "costs.json")]
-    command += ["--global-batch", str(_BATCH), "--microbatch", str(_MICROBATCH)]
+    (folder / "job.yaml").write_text(json.dumps(job(str(folder / "profile.json"))))
+    command = [str(BIN / "oobleck"), "simulate", str(folder / "job.yaml"), "--trace", str(path)]
+    command += ["--nodes", str(nodes), "--costs", str(folder / "costs.json")]
     command += ["--policy", "auto", "--until", f"{until_s:.3f}", "--json"]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     found: dict[str, Any] = json.loads(said)["policies"]["auto"]
@@ -135,6 +135,7 @@ def main() -> None:
     parser.add_argument("--mb-per-s", type=float, default=100.0)
     parser.add_argument("--every", type=float, default=9.0, metavar="SECONDS")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--keep", type=Path, help="folder for the records and what was replayed")
     options = parser.parse_args()
     wanted = trace(options.nodes, options.events, options.every, options.seed)
     with (
@@ -168,7 +169,10 @@ def main() -> None:
     costs |= {"checkpoint_every_s": 0.0}
     print("costs:", {cost: round(value, 3) for cost, value in costs.items()})
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+        folder = options.keep or Path(name)
+        folder.mkdir(exist_ok=True)
+        records = {"begun": begun, "end_s": end_s, "events": events, "metrics": metrics}
+        (folder / "records.json").write_text(json.dumps(records))
         (folder / "profile.json").write_text(profile)
         first = simulate(folder, options.nodes, happened, half_s, costs)
         whole = simulate(folder, options.nodes, happened, end_s, costs)
