@@ -835,7 +835,7 @@ class ListNodesReply(_message.Message):
     def __init__(self, nodes: _Optional[_Iterable[_Union[NodeInfo, _Mapping]]] = ..., problem: _Optional[str] = ..., head: _Optional[_Union[HeadStatus, _Mapping]] = ...) -> None: ...
 
 class NodeInfo(_message.Message):
-    __slots__ = ("node", "state", "reason", "hostname", "address", "pid", "worker_slots", "device", "memory_per_worker_bytes", "job_id", "generation", "last_heard_s", "heard_before", "workers", "failures", "versions", "protocol", "code", "rack")
+    __slots__ = ("node", "state", "reason", "hostname", "address", "pid", "worker_slots", "device", "memory_per_worker_bytes", "job_id", "generation", "last_heard_s", "heard_before", "workers", "failures", "versions", "protocol", "code", "rack", "kept")
     NODE_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
@@ -855,6 +855,7 @@ class NodeInfo(_message.Message):
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     CODE_FIELD_NUMBER: _ClassVar[int]
     RACK_FIELD_NUMBER: _ClassVar[int]
+    KEPT_FIELD_NUMBER: _ClassVar[int]
     node: str
     state: str
     reason: str
@@ -874,7 +875,8 @@ class NodeInfo(_message.Message):
     protocol: int
     code: CodePolicy
     rack: str
-    def __init__(self, node: _Optional[str] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., hostname: _Optional[str] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., worker_slots: _Optional[int] = ..., device: _Optional[str] = ..., memory_per_worker_bytes: _Optional[int] = ..., job_id: _Optional[str] = ..., generation: _Optional[int] = ..., last_heard_s: _Optional[float] = ..., heard_before: _Optional[bool] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., failures: _Optional[int] = ..., versions: _Optional[_Union[Versions, _Mapping]] = ..., protocol: _Optional[int] = ..., code: _Optional[_Union[CodePolicy, _Mapping]] = ..., rack: _Optional[str] = ...) -> None: ...
+    kept: str
+    def __init__(self, node: _Optional[str] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., hostname: _Optional[str] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., worker_slots: _Optional[int] = ..., device: _Optional[str] = ..., memory_per_worker_bytes: _Optional[int] = ..., job_id: _Optional[str] = ..., generation: _Optional[int] = ..., last_heard_s: _Optional[float] = ..., heard_before: _Optional[bool] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., failures: _Optional[int] = ..., versions: _Optional[_Union[Versions, _Mapping]] = ..., protocol: _Optional[int] = ..., code: _Optional[_Union[CodePolicy, _Mapping]] = ..., rack: _Optional[str] = ..., kept: _Optional[str] = ...) -> None: ...
 
 class EventsRequest(_message.Message):
     __slots__ = ("job_id", "follow")
@@ -885,10 +887,12 @@ class EventsRequest(_message.Message):
     def __init__(self, job_id: _Optional[str] = ..., follow: _Optional[bool] = ...) -> None: ...
 
 class EventRecord(_message.Message):
-    __slots__ = ("json",)
+    __slots__ = ("json", "for_operators")
     JSON_FIELD_NUMBER: _ClassVar[int]
+    FOR_OPERATORS_FIELD_NUMBER: _ClassVar[int]
     json: str
-    def __init__(self, json: _Optional[str] = ...) -> None: ...
+    for_operators: bool
+    def __init__(self, json: _Optional[str] = ..., for_operators: _Optional[bool] = ...) -> None: ...
 
 class MetricsRequest(_message.Message):
     __slots__ = ("job_id", "follow", "from_step", "evaluations")

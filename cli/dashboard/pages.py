@@ -86,7 +86,11 @@ class ClusterPage(ClusterBased):
         snapshot = self.site.snapshot()
         found = cluster(snapshot.nodes, snapshot.jobs)
         may_drain = self.role == "operator"
-        happened = self.site.hub.events().events()
+        happened = [
+            event.record
+            for event in self.site.hub.events().events()
+            if self.role == "operator" or not event.for_operators
+        ]
         ended = [job for job in found.jobs if job.progress.over]
         return [
             self.part("summary", found=found, tone=tone),

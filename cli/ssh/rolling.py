@@ -26,8 +26,6 @@ _POLL_S = 0.5
 #: States of nodes that are taken out, and of those without work.
 _OUT = ("draining", "drained")
 _IDLE = ("drained", "quarantined", *GONE)
-#: How the master says that a job needs a node.
-_KEPT = "kept so far: "
 
 
 class Rolling:
@@ -89,7 +87,7 @@ class Rolling:
         kept_until = None
         while info.state not in _IDLE:
             now = time.monotonic()
-            if _KEPT not in info.reason or is_forced or self._restarting:
+            if not info.kept or is_forced or self._restarting:
                 kept_until = None
             elif kept_until is None:
                 kept_until = now + KEPT_S

@@ -220,6 +220,17 @@ class ClusterFeed:
         self.trouble = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterEvent:
+    record: Mapping[str, Any]
+    #: Whether viewers may not read it.
+    for_operators: bool
+
+    @classmethod
+    def of(cls, told: pb.EventRecord) -> "ClusterEvent":
+        return cls(record=json.loads(told.json), for_operators=told.for_operators)
+
+
 class EventFeed:
     """Feed of the cluster's newest events."""
 
@@ -227,7 +238,7 @@ class EventFeed:
         self.touched = time.monotonic()
         self.version = 0
         self._lock = threading.Lock()
-        self._events = deque[Mapping[str, Any]](maxlen=MOST_EVENTS)
+        self._events = deque[ClusterEvent](maxlen=MOST_EVENTS)
         self.following = Following(connect, self._read, "events of the cluster")
         self.following.start()
 
@@ -239,25 +250,25 @@ class EventFeed:
         """True once all past events have arrived, or none can."""
         return self.version > 0 or self.following.ended or self.following.trouble is not None
 
-    def events(self) -> Sequence[Mapping[str, Any]]:
+    def events(self) -> Sequence[ClusterEvent]:
         """Return the events, newest last."""
         with self._lock:
             return tuple(self._events)
 
     def _read(self, client: MasterClient) -> None:
         # The past replaces what is known: a restored master may know less.
-        past = [json.loads(told.json) for told in client.events("", follow=False)]
-        last = past[-1]["id"] if past else 0
+        past = [ClusterEvent.of(told) for told in client.events("", follow=False)]
+        last = past[-1].record["id"] if past else 0
         self.following.heard()
         with self._lock:
             self._events = deque(past, MOST_EVENTS)
             self.version += 1
         for told in client.events("", follow=True):
             self.following.heard()
-            record = json.loads(told.json)
-            if record["id"] > last:
+            event = ClusterEvent.of(told)
+            if event.record["id"] > last:
                 with self._lock:
-                    self._events.append(record)
+                    self._events.append(event)
                     self.version += 1
 
 

@@ -319,8 +319,9 @@ class OperatorService(rpc.OperatorServicer):
             changed = self._master.changes.next
             for number, line in self._master.cluster_events(told):
                 told = number
-                if not (viewer and is_of_credentials(line)):
-                    yield pb.EventRecord(json=line)
+                for_operators = is_of_credentials(line)
+                if not (viewer and for_operators):
+                    yield pb.EventRecord(json=line, for_operators=for_operators)
             if not follow:
                 return
             await self._master.changes.after(changed)

@@ -354,6 +354,7 @@ def node_info(state: ClusterState, node: Node, now: float, unix: float) -> pb.No
         workers=_workers(state, node) if node.registered else [],
         code=code_message(facts.code),
         rack=facts.rack,
+        kept=_kept(state, node),
     )
 
 
@@ -447,15 +448,23 @@ def _stands_by(job: Job, name: NodeName, now: float) -> str:
     return f"stands by{least}: {'; '.join(str(told) for _, told in slow)}"
 
 
+def _kept(state: ClusterState, node: Node) -> str:
+    """Return the reason why the node's drain waits; empty: it does not."""
+    job, drain = state.job, node.drain
+    if job is None or drain is None or drain.done or node.facts.node in job.current.leaving:
+        return ""
+    return drain.kept
+
+
 def _drain_progress(state: ClusterState, node: Node, drain: Drain) -> str:
     job, name = state.job, node.facts.node
     if drain.done or job is None:
         return ""
     if name in job.current.leaving:
         return f"work of job {job.id} moves off it at a step boundary"
-    if drain.kept:
+    if kept := _kept(state, node):
         forcing = f"; 'oobleck node drain {name} --force' drains it all the same"
-        return f"kept so far: {drain.kept}{forcing * (drain.by == 'operator' and not drain.force)}"
+        return f"kept so far: {kept}{forcing * (drain.by == 'operator' and not drain.force)}"
     if name in job.current.members and job.state != "running":
         return f"job {job.id} is {job.state}, and goes on without it after that if it can"
     return ""

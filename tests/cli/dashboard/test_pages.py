@@ -364,6 +364,23 @@ def test_the_first_page_has_what_happened_to_the_cluster(stand: Stand, viewer: V
     until(lambda: re.search(order, plain(viewer.get("/").text)), "the events of both masters")
 
 
+def test_events_of_tokens_are_for_log_ins_of_operators(tmp_path: Path) -> None:
+    """Whatever the certificate of the dashboard may read."""
+    master = Secured(tmp_path)
+    try:
+        master.token("--role", "agent", "--name", "new-node")
+        options = ("--master", master.address, "--credentials", str(master.operator))
+        with Dashboard(tmp_path, *options) as dashboard:
+            for role, may_read in (("operator", True), ("viewer", False)):
+                page = dashboard.visitor(role).get("/")
+                assert page.status == 200
+                assert "the master started" in page.text
+                assert ("agent new-node was made by" in page.text) == may_read
+                assert ("token" in plain(page.text).partition("What happened")[2]) == may_read
+    finally:
+        end(master.process)
+
+
 def test_the_lines_of_a_job_go_on_when_the_master_was_restarted(
     stand: Stand, viewer: Visitor
 ) -> None:

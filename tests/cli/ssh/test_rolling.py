@@ -153,9 +153,9 @@ def one_at_a_time(events: list[dict[str, Any]]) -> int:
 class Drains:
     """A master's double, which drains a node as a test wants it."""
 
-    def __init__(self, state: str, becomes: str, reason: str = "") -> None:
-        self.info = pb.NodeInfo(node="n1", state=state, reason=reason)
-        self._drained = pb.NodeInfo(node="n1", state=becomes, reason=reason)
+    def __init__(self, state: str, becomes: str, reason: str = "", kept: str = "") -> None:
+        self.info = pb.NodeInfo(node="n1", state=state, reason=reason, kept=kept)
+        self._drained = pb.NodeInfo(node="n1", state=becomes, reason=reason, kept=kept)
         #: Calls that change the node: True, a forced drain; False, another; None, its end.
         self.calls = list[bool | None]()
 
@@ -191,7 +191,7 @@ class Drains:
             return str(failed)
 
 
-KEPT = "kept so far: n1 has the only copy"
+KEPT = "it has the only copy"
 
 
 @pytest.mark.parametrize("before", ["live", "draining"])
@@ -199,9 +199,9 @@ def test_a_node_that_is_kept_goes_on_and_ends_the_roll(
     before: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rolling, "KEPT_S", 0.0)
-    master = Drains(before, "draining", KEPT)
+    master = Drains(before, "draining", f"maintenance; kept so far: {KEPT}", KEPT)
     first, second = master.turns("n1", "n2")
-    assert first == f"it cannot be drained: {KEPT}"
+    assert first == f"it cannot be drained: maintenance; kept so far: {KEPT}"
     assert second.startswith("not restarted, because the roll ended at n1;")
     assert master.calls == ([False, None] if before == "live" else [])
 

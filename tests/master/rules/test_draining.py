@@ -36,10 +36,8 @@ START = """
 0.5 ready n1 n2
 0.7 enter 1 n1 n2
 """
-KEPT = (
-    "kept so far: job demo-1 needs it: needs at least 2 nodes to hold the model; 1 is live; "
-    "'oobleck node drain n2 --force' drains it all the same"
-)
+NEEDED = "job demo-1 needs it: needs at least 2 nodes to hold the model; 1 is live"
+KEPT = f"kept so far: {NEEDED}; 'oobleck node drain n2 --force' drains it all the same"
 
 
 class Slow:
@@ -149,15 +147,18 @@ def test_it_is_told_what_a_drain_waits_for() -> None:
     player = Player()
     player.play(START + "0.8 drain n2\n")
     wait = "new memory; job demo-1 is starting, and goes on without it after that"
-    assert info_of(player, "n2").reason == f"{wait} if it can"
+    info = info_of(player, "n2")
+    assert (info.reason, info.kept) == (f"{wait} if it can", "")
     player.play("1.0 steps 1 5 1\n")
-    assert info_of(player, "n2").reason == f"new memory; {KEPT}"
+    info = info_of(player, "n2")
+    assert (info.reason, info.kept) == (f"new memory; {KEPT}", NEEDED)
     player.play("2.0 register n3\n2.5 ready n3\n")
     moves = "new memory; work of job demo-1 moves off it at a step boundary"
-    assert info_of(player, "n2").reason == moves
+    info = info_of(player, "n2")
+    assert (info.reason, info.kept) == (moves, "")
     player.play("5.0 enter 2 n1 n3\n5.1 steps 6 7 2\n")
     info = info_of(player, "n2")
-    assert (info.state, info.reason) == ("drained", "new memory")
+    assert (info.state, info.reason, info.kept) == ("drained", "new memory", "")
 
 
 @pytest.mark.parametrize("force", [False, True])
