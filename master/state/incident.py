@@ -217,15 +217,46 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True):
             rank = 2 if self.is_consequence(setback) else 1
         return rank, setback.evidence_at
 
-    def is_apart(self, error: Setback) -> bool:
-        """Return whether the job's own error has nothing to do with this incident, which began
-        before and in other processes."""
-        clear = [s for s in self.setbacks if s.kind not in _VAGUE]
-        return bool(clear) and all(
+    def split(self, error: Setback) -> tuple["Incident", "Incident"] | None:
+        """Return this incident without the job's own error, and one of that error alone; None: they
+        are one. They are two if this one began before, and in other processes."""
+        by_error = tuple(s for s in self.setbacks if self._is_by(s, error))
+        others = tuple(s for s in self.setbacks if s not in by_error)
+        clear = [s for s in others if s.kind not in _VAGUE]
+        if not clear or not all(
             setback.kind in _ELSEWHERE
             and (setback.worker or setback.node) not in (error.worker, error.node)
             and setback.evidence_at < error.evidence_at
             for setback in clear
+        ):
+            return None
+        ended = {str(setback.worker) for setback in by_error if setback.worker is not None}
+        seen = tuple(
+            dated
+            for dated in self.evidence
+            if dated.what.about in ended or _reports(dated.what, error)
+        )
+        rest = tuple(dated for dated in self.evidence if dated not in seen)
+        return (
+            replace(self, setbacks=others, evidence=rest),
+            Incident(
+                number=self.number + 1,
+                from_generation=self.from_generation,
+                members=self.members,
+                setbacks=(error, *by_error),
+                evidence=seen,
+            ),
+        )
+
+    def _is_by(self, setback: Setback, error: Setback) -> bool:
+        """Return whether a process ended, or a node was left out, by that error of the job."""
+        if error.kind != "job error" or error is setback:
+            return False
+        if setback.kind == "node unfit":
+            return setback.reason in error.reason
+        return setback.kind == "worker died" and any(
+            dated.what.about == str(setback.worker) and _reports(dated.what, error)
+            for dated in self.evidence
         )
 
     def is_consequence(self, setback: Setback) -> bool:
@@ -235,6 +266,8 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True):
         if setback.with_master and self.away_with_master:
             return True
         others = [other for other in self.setbacks if other is not setback]
+        if any(self._is_by(setback, other) for other in others):
+            return True
         if setback.kind in _VAGUE:
             return any(other.kind not in _VAGUE for other in others)
         if setback.followed_others:
@@ -245,6 +278,11 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True):
             and abs(other.evidence_at - setback.evidence_at) <= _SAME_FALL_S
             for other in others
         )
+
+
+def _reports(seen: Evidence, error: Setback) -> bool:
+    """Return whether a worker reported the job's own error."""
+    return seen.by == "worker" and seen.saw in error.reason
 
 
 def _of_all(kind: Kind, reason: str, setbacks: tuple[Setback, ...]) -> Setback:

@@ -96,21 +96,23 @@ def own_error_after(
     if not isinstance(event, jobs.JobFailed):
         return None
     job = state.jobs[event.job_id]
-    error = _job_error(job, event, unix)
-    if job.incident is None or error.kind != "job error" or not job.incident.is_apart(error):
+    if (split := _split(job, event, unix)) is None:
         return None
-    incident = Incident(
+    current = job.current
+    return job, replace(
+        split[1],
         number=job.incidents + 1,
-        from_generation=job.current.generation,
-        members=len(job.current.members),
-        setbacks=(error,),
+        from_generation=current.generation,
+        members=len(current.members),
     )
-    return job, _with_evidence(incident, _of_error(event), unix)
 
 
-def _of_error(event: jobs.JobFailed) -> list[jobs.Evidence]:
-    """Return the reports of the error by which the job failed."""
-    return [seen for seen in event.evidence if seen.by == "worker" and seen.saw in event.reason]
+def _split(job: Job, event: jobs.JobFailed, unix: float) -> tuple[Incident, Incident] | None:
+    """Return the open incident, and the job's own error apart from it; None: they are one."""
+    error = _job_error(job, event, unix)
+    if job.incident is None or error.kind != "job error":
+        return None
+    return _with_evidence(job.incident, event.evidence, unix).split(error)
 
 
 def closes(job: Job, event: Journaled) -> bool:
@@ -235,23 +237,25 @@ def _at_end(
     event: jobs.FirstStepCommitted | jobs.JobEnded,
     unix: float,
 ) -> Incident | None:
-    incident, apart = job.incident, own_error_after(state, event, unix)
-    if isinstance(event, jobs.JobFailed) and apart is None:
+    incident = job.incident
+    if isinstance(event, jobs.JobFailed):
         guilty = _job_error(job, event, unix)
-        if incident is None or guilty.kind in ("job error", "node unfit"):
-            incident = _with_setback(job, guilty)
+        if split := _split(job, event, unix):
+            incident, _ = split
+        elif incident is None or guilty.kind in ("job error", "node unfit"):
+            incident = _with_evidence(_with_setback(job, guilty), event.evidence, unix)
+        else:
+            incident = _with_evidence(incident, event.evidence, unix)
     if incident is None:
         return None
     attempts = with_stats(incident.attempts, job.current.generation, event.transition, unix)
     incident = replace(incident, attempts=attempts)
-    if isinstance(event, jobs.FirstStepCommitted | jobs.JobFailed):
-        others = _of_error(event) if isinstance(event, jobs.JobFailed) and apart else []
-        found = [seen for seen in event.evidence if seen not in others]
-        incident = _with_evidence(incident, found, unix)
-    if isinstance(event, jobs.FirstStepCommitted) and incident.trained_until is None:
-        # Another host's calendar, which may be off by seconds.
-        counts = incident.opened_at + _ON_S < event.trained_until <= unix
-        incident = replace(incident, trained_until=event.trained_until if counts else 0.0)
+    if isinstance(event, jobs.FirstStepCommitted):
+        incident = _with_evidence(incident, event.evidence, unix)
+        if incident.trained_until is None:
+            # Another host's calendar, which may be off by seconds.
+            counts = incident.opened_at + _ON_S < event.trained_until <= unix
+            incident = replace(incident, trained_until=event.trained_until if counts else 0.0)
     return incident
 
 

@@ -1,9 +1,14 @@
 """What hangs is found out and replaced; what only has to wait is left alone."""
 
+import json
 import os
+import re
+import shutil
 import signal
 import time
 from collections.abc import Iterator
+from html import unescape
+from pathlib import Path
 
 import psutil
 import pytest
@@ -12,7 +17,10 @@ from bench.support.client import Record
 from bench.support.cluster import LocalCluster
 from bench.support.preloaded import Preloaded
 from oobleck.host.detection import DETECTIONS
+from support import models_after_hang
 from support.clusters import end_jobs, failures, make_whole
+from support.visitor import Dashboard
+from support.waiting import is_stopped, until
 
 # Longer than any wait in vain, which ends with a report.
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
@@ -103,6 +111,53 @@ def test_a_stopped_process_is_replaced(cluster: LocalCluster, text: str) -> None
     cause = cause_of_failure(cluster, job_id)
     assert cause["kind"] == "hang"
     assert "a signal has stopped it" in cause["reason"]
+
+
+def test_a_hang_and_the_jobs_own_error_are_two_incidents(
+    cluster: LocalCluster, tmp_path: Path
+) -> None:
+    """The error strikes while the others go on without the worker that hangs."""
+    shutil.copy(models_after_hang.__file__, tmp_path / "my_model.py")
+    hung = tmp_path / "hung"
+    made = {
+        "name": "erring",
+        "model": {"python": "my_model:model", "arguments": {"pid_file": str(hung)}},
+        "data": {"python": "my_model:Points"},
+        "training": {"steps": 100_000, "global_batch": 12, "microbatch": 1},
+        "fault_tolerance": 1,
+        "profile": "estimate",
+    }
+    (tmp_path / "job.yaml").write_text(json.dumps(made))
+    job_id = cluster.oobleck("submit", str(tmp_path / "job.yaml")).stdout.strip()
+    cluster.wait_step(job_id, 5)
+    pid = cluster.worker_pids()["n2/0"]
+    os.kill(pid, signal.SIGSTOP)
+    until(lambda: is_stopped(pid), "the worker is stopped")
+    (tmp_path / "pid").write_text(str(pid))
+    (tmp_path / "pid").rename(hung)
+    assert cluster.wait_end(job_id) == "failed"
+
+    hang = r"worker n2/0 \(rank \d\) hung: .* for \d+ s"
+    error = r"the job's own error on worker n[13]/0 \(rank \d.*?\): model: .* .*ValueError: .*"
+    told = cluster.oobleck("events", job_id, "--incidents").stdout
+    blocks = re.findall(r"incident (\d): (.*)", told)
+    assert [number for number, _ in blocks] == ["1", "2"], told
+    assert re.match(hang, blocks[0][1]), told
+    assert re.match(error, blocks[1][1]), told
+    assert "n2/0" not in told.partition("incident 2: ")[2], told
+    status = " ".join(cluster.oobleck("status", job_id).stdout.split())
+    assert re.search(rf"incident 2, \S+ \S+: {error}", status), status
+    listed = r'<li class="bad"><a [^>]*>incident (\d)</a>.*?<br>(.*?)</li>'
+    with Dashboard(tmp_path, "--master", cluster.address) as dashboard:
+        visitor = dashboard.visitor()
+
+        def shown() -> list[str]:
+            return re.findall(listed, visitor.get(f"/jobs/{job_id}").text)
+
+        until(lambda: len(shown()) > 1, "both on the page")
+        (newer, _), (older, hung_then) = shown()
+    assert (newer, older) == ("2", "1")
+    assert re.match(rf"{hang}; then the job failed by another error", unescape(hung_then))
 
 
 def test_a_thread_that_hangs_is_found_out_and_told_where(cluster: LocalCluster, text: str) -> None:
