@@ -102,7 +102,7 @@ class Child:
         code = self.process.returncode
         if code < 0:
             return f"was killed by {signal_name(-code)}"
-        last = self.last_line()
+        last = self.last_line() if code else ""  # one that was told to end gives no reason
         return f"ended with exit code {code}" + (f": {last}" if last else "")
 
     def last_line(self) -> str:

@@ -113,7 +113,7 @@ def _is_signed(certificate: bytes, authority: bytes) -> bool:
 
 def _name(who: pki.Identity) -> str:
     if who.token:
-        return f"the join token for {who.role} {who.name}".rstrip()
+        return f"the join token for {f'{who.role} {who.name}' if who.name else f'any {who.role}'}"
     return f"the certificate of {who.role} {who.name}"
 
 

@@ -246,7 +246,7 @@ def test_who_keeps_dying_is_started_again_later_each_time() -> None:
 def test_an_agent_that_was_told_to_end_stays_away(local: Local) -> None:
     local.until("ready")
     os.kill(local.daemons()["n2"], signal.SIGTERM)
-    local.until(r"agent n2 \(pid \d+\) ended with exit code 0.*; to restart it: .*")
+    local.until(r"agent n2 \(pid \d+\) ended with exit code 0; to restart it: .*")
 
 
 @pytest.mark.parametrize("local", [["--no-restart"]], indirect=True)

@@ -253,7 +253,7 @@ def test_a_token_can_be_taken_back_and_ends(secured: Secured, tmp_path: Path) ->
     expires_at = pki.identity_of(read_token(short.read_text()).certificate).expires_at
     until(lambda: time.time() > expires_at)
     # The handshake fails already, so that the master cannot say why.
-    assert "the join token for operator ended on 20" in refused(join(short), 5)
+    assert "the join token for any operator ended on 20" in refused(join(short), 5)
     bound = secured.token("--role", "operator", "--name", "eve")
     assert "is for operator eve" in refused(join(bound), 5)
 
@@ -265,7 +265,7 @@ def test_an_agent_whose_token_has_ended_ends(secured: Secured, start_agent: Star
     folder = ("--credentials", str(secured.folder / "late"))
     agent, log = start_agent("late", *folder, "--token-file", str(token))
     assert agent.wait(DEADLINE_S) == 2
-    assert "the join token for agent ended on 20" in log.read_text()
+    assert "the join token for any agent ended on 20" in log.read_text()
 
 
 def test_nobody_is_revoked_by_a_guess(secured: Secured, tmp_path: Path) -> None:
