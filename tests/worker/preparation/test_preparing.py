@@ -28,7 +28,7 @@ def job(precision: str = "fp64", dropout: float = 0.1) -> JobSpec:
         training=TrainingSpec(
             steps=STEPS,
             global_batch=8,
-            microbatch=1,
+            microbatch=2,
             precision=precision,  # type: ignore[arg-type]
             optimizer=OptimizerSpec(lr=1e-2),
         ),
@@ -39,7 +39,7 @@ def job(precision: str = "fp64", dropout: float = 0.1) -> JobSpec:
 def undisturbed(warm: WarmWorkers) -> dict[int, float | None]:
     with Director(warm, job()) as cluster:
         cluster.start("alone")
-        plan = make_plan(1, [[("alone", 5)]], [8])
+        plan = make_plan(1, [[("alone", 5)]], [4])
         cluster.assign(plan)
         cluster.wait_finished(plan)
         cluster.stop()
@@ -76,39 +76,39 @@ def check_votes(cluster: Director, plan: Plan) -> None:
     assert all(f"voted={first - 1}" in line for line in taken)
 
 
-FOUR = make_plan(1, [[("a", 2), ("b", 3)], [("c", 3), ("d", 2)]], [4, 4])
-SHARED = make_plan(1, [[("a", 2, 2), ("b", 3)], [("c", 5)]], [4, 4])
-ONE = make_plan(1, [[("a", 1), ("b", 2), ("c", 2)]], [8])
+FOUR = make_plan(1, [[("a", 2), ("b", 3)], [("c", 3), ("d", 2)]], [2, 2])
+SHARED = make_plan(1, [[("a", 2, 2), ("b", 3)], [("c", 5)]], [2, 2])
+ONE = make_plan(1, [[("a", 1), ("b", 2), ("c", 2)]], [4])
 CHANGES = [
     pytest.param(
         FOUR,
-        make_plan(2, [[("a", 2), ("b", 3)], [("c", 1), ("d", 2), ("e", 2)]], [4, 4]),
+        make_plan(2, [[("a", 2), ("b", 3)], [("c", 1), ("d", 2), ("e", 2)]], [2, 2]),
         (),
         id="join",
     ),
     pytest.param(
         FOUR,
-        make_plan(2, [[("a", 2), ("b", 3)], [("c", 3), ("d", 2)], [("e", 5)]], [3, 3, 2]),
+        make_plan(2, [[("a", 2), ("b", 3)], [("c", 3), ("d", 2)], [("e", 5)]], [2, 1, 1]),
         (),
         id="one more pipeline",
     ),
     pytest.param(
-        FOUR, make_plan(2, [[("a", 5)], [("c", 3), ("d", 2)]], [4, 4]), ("b",), id="drain"
+        FOUR, make_plan(2, [[("a", 5)], [("c", 3), ("d", 2)]], [2, 2]), ("b",), id="drain"
     ),
     pytest.param(
         FOUR,
-        make_plan(2, [[("a", 4), ("b", 1)], [("c", 1), ("d", 4)]], [4, 4]),
+        make_plan(2, [[("a", 4), ("b", 1)], [("c", 1), ("d", 4)]], [2, 2]),
         (),
         id="another cut",
     ),
     pytest.param(
         SHARED,
-        make_plan(2, [[("a", 3, 2), ("b", 2)], [("c", 3), ("e", 2)]], [4, 4]),
+        make_plan(2, [[("a", 3, 2), ("b", 2)], [("c", 3), ("e", 2)]], [2, 2]),
         (),
         id="shared stage",
     ),
     pytest.param(
-        SHARED, make_plan(2, [[("a", 5)], [("c", 2), ("e", 3, 2)]], [4, 4]), ("a/1", "b"), id="cuts"
+        SHARED, make_plan(2, [[("a", 5)], [("c", 2), ("e", 3, 2)]], [2, 2]), ("a/1", "b"), id="cuts"
     ),
 ]
 
@@ -142,7 +142,7 @@ def test_a_change_is_fed_and_trains_the_same(
 def test_what_the_leaving_alone_hold_is_fed(
     warm: WarmWorkers, undisturbed: dict[int, float | None]
 ) -> None:
-    without = make_plan(2, [[("a", 3), ("b", 2)]], [8])
+    without = make_plan(2, [[("a", 3), ("b", 2)]], [4])
     with Director(warm, job(), [stop("a", 3)]) as cluster:
         cluster.start("a", "b", "c")
         cluster.assign(ONE)
@@ -155,7 +155,7 @@ def test_what_the_leaving_alone_hold_is_fed(
         assert cluster.losses() == pytest.approx(undisturbed, rel=1e-12)
 
 
-JOIN = make_plan(2, [[("a", 2), ("b", 3)], [("c", 1), ("d", 2), ("e", 2)]], [4, 4])
+JOIN = make_plan(2, [[("a", 2), ("b", 3)], [("c", 1), ("d", 2), ("e", 2)]], [2, 2])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,39 +177,39 @@ CHANGED = {
         before=FOUR,
         after=JOIN,
         rest={
-            "a": make_plan(3, [[("b", 3), ("e", 2)], [("c", 3), ("d", 2)]], [4, 4]),
-            "c": make_plan(3, [TWO_HALVES, [("d", 3), ("e", 2)]], [4, 4]),
-            "d": make_plan(3, [TWO_HALVES, [("c", 3), ("e", 2)]], [4, 4]),
-            "e": make_plan(3, [TWO_HALVES, [("c", 3), ("d", 2)]], [4, 4]),
-            "a d": make_plan(3, [[("c", 3), ("b", 1), ("e", 1)]], [8]),
+            "a": make_plan(3, [[("b", 3), ("e", 2)], [("c", 3), ("d", 2)]], [2, 2]),
+            "c": make_plan(3, [TWO_HALVES, [("d", 3), ("e", 2)]], [2, 2]),
+            "d": make_plan(3, [TWO_HALVES, [("c", 3), ("e", 2)]], [2, 2]),
+            "e": make_plan(3, [TWO_HALVES, [("c", 3), ("d", 2)]], [2, 2]),
+            "a d": make_plan(3, [[("c", 3), ("b", 1), ("e", 1)]], [4]),
         },
     ),
     # a takes what c and d give, and b leaves.
     "drain": Change(
         before=FOUR,
-        after=make_plan(2, [[("a", 5)], [("c", 3), ("d", 2)]], [4, 4]),
+        after=make_plan(2, [[("a", 5)], [("c", 3), ("d", 2)]], [2, 2]),
         leaving=("b",),
         rest={
-            "a": make_plan(3, [[("c", 3), ("d", 2)]], [8]),
+            "a": make_plan(3, [[("c", 3), ("d", 2)]], [4]),
             "b": None,
-            "d": make_plan(3, [[("a", 2), ("c", 3)]], [8]),
+            "d": make_plan(3, [[("a", 2), ("c", 3)]], [4]),
         },
     ),
     # b and d alone hold the upper layers.
     "handover": Change(
-        before=make_plan(1, [TWO_HALVES, [("c", 2), ("d", 3)]], [4, 4]),
-        after=make_plan(2, [[("a", 5)], [("c", 5)]], [4, 4]),
+        before=make_plan(1, [TWO_HALVES, [("c", 2), ("d", 3)]], [2, 2]),
+        after=make_plan(2, [[("a", 5)], [("c", 5)]], [2, 2]),
         leaving=("b", "d"),
         handover=True,
         rest={
-            "c": make_plan(3, [[("a", 5)]], [8]),
-            "d": make_plan(3, [[("a", 5)], [("c", 5)]], [4, 4]),
+            "c": make_plan(3, [[("a", 5)]], [4]),
+            "d": make_plan(3, [[("a", 5)], [("c", 5)]], [2, 2]),
         },
     ),
     "shared stage": Change(
         before=SHARED,
-        after=make_plan(2, [[("a", 3, 2), ("b", 2)], [("c", 3), ("e", 2)]], [4, 4]),
-        rest={"a/1": make_plan(3, [TWO_HALVES, [("c", 3), ("e", 2)]], [4, 4])},
+        after=make_plan(2, [[("a", 3, 2), ("b", 2)], [("c", 3), ("e", 2)]], [2, 2]),
+        rest={"a/1": make_plan(3, [TWO_HALVES, [("c", 3), ("e", 2)]], [2, 2])},
     ),
 }
 #: Of two victims the first comes to the point, and the other dies as soon as it is gone.
@@ -289,7 +289,7 @@ def test_a_loss_while_a_plan_is_prepared(
 def test_a_plan_that_is_overtaken_is_dropped(
     warm: WarmWorkers, undisturbed: dict[int, float | None]
 ) -> None:
-    other = make_plan(3, [[("a", 1), ("b", 2), ("e", 2)], [("c", 3), ("d", 2)]], [4, 4])
+    other = make_plan(3, [[("a", 1), ("b", 2), ("e", 2)], [("c", 3), ("d", 2)]], [2, 2])
     with Director(warm, job(), [stop("a", 3), stop("b", 5)]) as cluster:
         cluster.start("a", "b", "c", "d", "e")
         cluster.assign(FOUR)
@@ -309,7 +309,7 @@ def test_a_copy_counts_for_nobody_before_the_switch(warm: WarmWorkers) -> None:
     ends = FaultRule(
         worker=worker_named("c"), point="prepared", generation=Generation(2), action="kill_worker"
     )
-    without = make_plan(2, [[("a", 3), ("b", 2)]], [8])
+    without = make_plan(2, [[("a", 3), ("b", 2)]], [4])
     with Director(warm, job(), [stop("a", 3), ends]) as cluster:
         cluster.start("a", "b", "c")
         cluster.assign(ONE)
@@ -317,7 +317,7 @@ def test_a_copy_counts_for_nobody_before_the_switch(warm: WarmWorkers) -> None:
         cluster.assign(without, boundary=True, leaving=["c"], handover=True)
         cluster.let_go("a")
         cluster.wait(lambda: cluster.workers[worker_named("c")].gone, "the end of c")
-        last = make_plan(3, [[("a", 3), ("b", 2)]], [8])
+        last = make_plan(3, [[("a", 3), ("b", 2)]], [4])
         cluster.assign(last)
         lost = "no live worker holds the state of layer 3-4"
         # Whoever finds it first leaves, and the other one may hear of that before it finds it too.
@@ -339,8 +339,8 @@ def test_who_enters_a_plan_that_it_has_not_prepared_keeps_what_it_holds(
 ) -> None:
     """b hears of the plan in the middle of a step, in which the node that is to leave dies: so b
     alone holds its layers, and enters the plan without having been at a step boundary."""
-    before = make_plan(1, [[("a", 2), ("b", 3)], [("x", 5)]], [4, 4])
-    after = make_plan(2, [[("a", 1), ("b", 4)]], [8])
+    before = make_plan(1, [[("a", 2), ("b", 3)], [("x", 5)]], [2, 2])
+    after = make_plan(2, [[("a", 1), ("b", 4)]], [4])
     b = worker_named("b")
     points = {"a": "before:Forward", "b": "before:ReceiveActivation"}
     faults = [stop("a", 3), *(stop(node, 5, point) for node, point in points.items())]

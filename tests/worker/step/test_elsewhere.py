@@ -20,7 +20,7 @@ from oobleck.worker.runtime.random import RowKeys
 from support import elsewhere, foreign
 from support.one_worker import training
 
-STEPS = 3
+STEPS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
