@@ -3,11 +3,14 @@
 import asyncio
 import contextlib
 import ctypes
+import itertools
 import select
 import socket
 import time
+from collections.abc import Collection
 from pathlib import Path
 
+import grpc
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,6 +21,8 @@ from oobleck.host.ipc.endpoint import Endpoint
 from oobleck.host.ipc.port import Port, packed
 from oobleck.host.security.credentials import read_credentials
 from oobleck.host.security.pki import Identity
+from oobleck.master.api import access
+from oobleck.master.api import connections as module
 from oobleck.master.api.connections import (
     DENIED_AT_ONCE,
     DENIED_COUNTS_AS,
@@ -32,8 +37,9 @@ from oobleck.master.api.connections import (
     share,
     source_of,
 )
+from oobleck.master.api.pki_service import AuthorityFolder
 from support import loops
-from support.masters import master
+from support.masters import PATIENT, master
 
 DEADLINE_S = 240.0
 #: Long enough for a connection on this host; one that is refused has no answer at all.
@@ -278,6 +284,68 @@ def test_a_crowd_that_makes_no_call_shuts_its_own_door_alone(tmp_path: Path) -> 
                     assert before.nodes() == []
                     with MasterClient(endpoint) as after:
                         assert after.nodes() == []
+
+
+def test_an_address_with_an_agent_is_never_refused_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An agent there, or one that ended an hour ago at most, connects again after some attempts."""
+    monkeypatch.setattr(module, "_LOOK_S", 0.0)
+    now = 1000.0
+    agent, viewer = Identity(role="agent", name="n1"), Identity(role="viewer", name="ann")
+
+    class Crowded(Port):
+        def __init__(self) -> None:
+            self.refused = asyncio.Queue[tuple[set[bytes], set[bytes]]]()
+            self.proven = {(packed(HERE), 1), (packed(THERE), 1)}
+
+        def peers(self) -> list[tuple[bytes, int]]:
+            crowds = itertools.product(map(packed, (HERE, THERE)), range(2, MOST_OF_SOURCE + 3))
+            return [*self.proven, *crowds]
+
+        def refuse(self, networks: Collection[bytes], partly: Collection[bytes] = ()) -> None:
+            self.refused.put_nowait((set(networks), set(partly)))
+
+    async def run() -> list[tuple[set[bytes], set[bytes]]]:
+        nonlocal now
+        connections, port = Connections(lambda: now, lambda who: False), Crowded()
+        connections.allowed(f"ipv4:{HERE}:1", viewer)
+        connections.allowed(f"ipv4:{THERE}:1", agent)
+        found = []
+        async with asyncio.timeout(DEADLINE_S):
+            for passed_s in (0.0, 3500.0, 200.0):
+                now += passed_s
+                watching = asyncio.create_task(connections._watch(port))
+                assert await port.refused.get() == (set(), set())
+                found.append(await port.refused.get())
+                watching.cancel()
+                port.proven.clear()
+        return found
+
+    both, there = {packed(HERE), packed(THERE)}, {packed(THERE)}
+    assert loops.run(run()) == [(both, there), (both, there), (both, set())]
+
+
+def test_a_handshake_that_does_not_go_on_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(access, "HANDSHAKE_S", 0.1)
+    make_authority(tmp_path, ())
+
+    async def run() -> None:
+        server = grpc.aio.server(options=access.server_options(PATIENT, secured=True))
+        folder = AuthorityFolder(tmp_path)
+        port = server.add_secure_port(f"{HERE}:0", folder.server_credentials())
+        await server.start()
+        try:
+            for said in (b"", BEGUN):
+                reading, writing = await asyncio.open_connection(HERE, port)
+                writing.write(said)
+                async with asyncio.timeout(DEADLINE_S):
+                    assert await reading.read() == b""
+                writing.close()
+        finally:
+            await server.stop(None)
+
+    loops.run(run())
 
 
 def test_who_is_denied_again_and_again_counts_for_many_and_hears_of_it_once_a_second() -> None:
