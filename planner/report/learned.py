@@ -47,6 +47,8 @@ def learn_costs(
         if change["boundary"]:
             if change["stall_s"] is not None:
                 found["switch_s"].append(change["stall_s"])
+            # Workers train on until they leave the plan before.
+            found["prepare_s"].append(phases["abort"])
             continue
         if change["cause"] == "worker lost":  # it also waits for the new process
             continue

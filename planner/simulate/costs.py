@@ -29,6 +29,8 @@ class Costs:
     meeting_s: float = 0.3
     #: By which the first step of a plan takes longer than the next ones.
     first_step_s: float = 0.0
+    #: Least time from a plan for a step boundary until workers are ready to switch.
+    prepare_s: float = 0.0
     #: Switch to another plan at a step boundary, beside state that could not be copied ahead.
     switch_s: float = 0.5
     #: Start of a worker's process in place of a dead one.

@@ -361,7 +361,7 @@ class Replay:
         stay = sum(seat >= 0 for seat in found.seats)
         if joining and not (stay == len(self._names) and stay < len(found.seats)):
             return False
-        ready_s = self._costs.plan_s + self._stall_s(found)
+        ready_s = self._costs.plan_s + max(self._costs.prepare_s, self._stall_s(found))
         self._coming = _Coming(
             found=found, fresh=tuple(fresh), voluntary=True, ready_at=self._now + ticks(ready_s)
         )

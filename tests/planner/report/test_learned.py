@@ -45,7 +45,7 @@ def test_each_cost_is_what_its_records_tell() -> None:
     events = [
         change(2),
         change(3, superseded_by=4, phases={}),  # tells nothing
-        change(5, boundary=True, stall_s=0.7, phases={}),
+        change(5, boundary=True, stall_s=0.7, phases={"abort": 6.0}),
         change(6, policy="morph", expected=None, redo_step=None),
         change(7, cause="worker lost", phases={}),  # waits for a process, too
         {"event": "checkpoint_saved", "step": 81, "time": 10.0, "request": 0},
@@ -64,6 +64,7 @@ def test_each_cost_is_what_its_records_tell() -> None:
             "salvage": 0.5,  # a quarter of whole steps, half of which was done on average
             "first_step_s": 1.0,  # beside the part of the step that was done again
             "step_ratio": 1.25,  # of steps whose plan expected some
+            "prepare_s": 6.0,
             "switch_s": 0.7,
             "load_s": 2.0,
             "save_s": 0.5,
