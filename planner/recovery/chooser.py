@@ -19,8 +19,9 @@ from oobleck.core.errors import PlanInfeasible
 from oobleck.planner.recovery.answer import Answer, Exposure, RunnerUp
 from oobleck.planner.recovery.outlook import Outlook
 
-#: Seconds of a change of generation beside moving state.
-CHANGE_S = 0.5
+#: Seconds of a change of generation beside moving state, and of one that was prepared in training
+#: (`python -m bench.changes`: up to 0.13 s).
+CHANGE_S, SWITCH_S = 0.5, 0.1
 #: Courses this close in value are equal: estimates are not more exact.
 TIE = 0.005
 #: Bytes this close are equal.
@@ -79,7 +80,7 @@ class Course:
         """
         first = self.first
         found = []
-        stall_s = CHANGE_S + (first.stall_s if staying is None else first.outrun_s)
+        stall_s = CHANGE_S + first.stall_s if staying is None else SWITCH_S + first.outrun_s
         if self.goes_back:
             stall_s += outlook.back_s
         if staying is not None:
@@ -300,7 +301,7 @@ def _why_stay(
     if not worth:
         left = f" for the {until_s:.3g} s that are left" if math.isfinite(until_s) else ""
         return (
-            f"{told}, after {first.stall_s:.3g} s of copying and {CHANGE_S + first.outrun_s:.3g} s "
+            f"{told}, after {first.stall_s:.3g} s of copying and {SWITCH_S + first.outrun_s:.3g} s "
             f"of standstill: not worth a change{left}"
         )
     return ""

@@ -16,6 +16,7 @@ from oobleck.core.ids import NodeName
 from oobleck.planner.recovery.answer import Answer, Exposure
 from oobleck.planner.recovery.chooser import (
     CHANGE_S,
+    SWITCH_S,
     TIE,
     Candidates,
     Course,
@@ -343,9 +344,9 @@ RISKS = st.sampled_from([SAFE, ALONE])
 def test_a_node_that_joins_is_used_where_it_pays_within_what_is_left() -> None:
     staying = Staying(step_s=1.0, weight=1.0, guarantee=1, exposure=SAFE)
     found = Candidates(courses=(course(0.9, stall_s=20.0),), live=4, staying=staying, before=SAFE)
-    for left_s in (1.0, 15.0, 24.0, 26.0, 40.0, 1000.0):
+    for left_s in (1.0, 15.0, 20.4, 26.0, 40.0, 1000.0):
         outlook = msgspec.structs.replace(expecting(1e6, 4), left_s=left_s)
-        copied, rest = min(20.0, left_s), max(0.0, left_s - 20.0 - CHANGE_S)
+        copied, rest = min(20.0, left_s), max(0.0, left_s - 20.0 - SWITCH_S)
         gained = copied + rest / 0.9 - left_s
         if gained >= -TIE * left_s:
             assert choose(found, outlook).step_s == 0.9
