@@ -63,10 +63,11 @@ def step_s(plan: Plan, profile: Profile, monkeypatch: pytest.MonkeyPatch, *, who
         return estimate_listed(plan, profile, tied=False).step_s
 
 
-def test_a_long_step_is_known_from_short_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("count", [40, pytest.param(100, marks=pytest.mark.soak)])
+def test_a_long_step_is_known_from_short_ones(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against the times of all visits in the order in which workers compute them."""
     errors = []
-    for plan, profile in islice(random_long(random.Random(1)), 100):
+    for plan, profile in islice(random_long(random.Random(1)), count):
         found, true = (step_s(plan, profile, monkeypatch, whole=w) for w in (False, True))
         errors.append(found / true - 1)
     assert statistics.median(map(abs, errors)) < 0.002
@@ -74,7 +75,9 @@ def test_a_long_step_is_known_from_short_ones(monkeypatch: pytest.MonkeyPatch) -
     assert min(errors) > -0.02
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize(
+    "seed", [*range(4), *(pytest.param(each, marks=pytest.mark.soak) for each in range(4, 10))]
+)
 def test_all_that_was_not_scheduled_is_bounded_and_runs(seed: int) -> None:
     """No worker keeps more bytes than expected, and no program waits for ever."""
     plan, _ = next(random_long(random.Random(seed)))

@@ -82,13 +82,16 @@ def least_s(asked: Change, most: int) -> float:
     return min(found)
 
 
+@pytest.mark.parametrize("cases", [4, pytest.param(20, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("most", [2, 1])
-def test_the_spread_is_the_best_of_all(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_spread_is_the_best_of_all(
+    most: int, cases: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`most`: so many peers may help. Splitting the backward counts as in the choice."""
     if most == 1:
         monkeypatch.setattr(worth, "_helpers", lambda plan: [(1, 1), (1, 3), (0, 3)])
     rng, ratios = random.Random(5), []
-    for _ in range(10):
+    for _ in range(cases):
         asked = random_loss(rng)
         made = by_reroute(asked)
         ratios.append(made.step_s * splitting_weight(made.found.plan) / least_s(asked, most))

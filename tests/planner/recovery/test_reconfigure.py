@@ -399,7 +399,9 @@ def test_every_loss_and_every_further_one_until_nothing_fits(
                 open_plans.append(change.plan)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize(
+    "seed", [*range(6), *(pytest.param(each, marks=pytest.mark.soak) for each in range(6, 12))]
+)
 def test_losses_and_joins_at_random_up_to_64_nodes(seed: int) -> None:
     rng = random.Random(seed)
     smallest, fault_tolerance = rng.randint(1, 4), rng.randint(0, 3)

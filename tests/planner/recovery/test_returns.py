@@ -119,9 +119,10 @@ def test_the_longer_a_switch_stands_still_the_less_it_is_worth() -> None:
     assert (taken[0], taken[-1]) == (True, False)
 
 
-def test_nodes_that_return_make_no_step_longer_unless_more_can_be_lost() -> None:
+@pytest.mark.parametrize("cases", [8, pytest.param(20, marks=pytest.mark.soak)])
+def test_nodes_that_return_make_no_step_longer_unless_more_can_be_lost(cases: int) -> None:
     joined = stayed = 0
-    for cluster, first in clusters(20):
+    for cluster, first in clusters(cases):
         left = by_templates(cluster.change(first, first, cluster.left)).found.plan
         try:
             back = unforced(cluster.change(left, left, cluster.names)).found.plan
