@@ -344,8 +344,9 @@ def node_info(state: ClusterState, node: Node, now: float, unix: float) -> pb.No
         worker_slots=facts.worker_slots,
         device=facts.device,
         memory_per_worker_bytes=facts.memory_per_worker_bytes,
-        job_id=status.job_id or "",
-        generation=status.generation,
+        # What a node that is gone told last is no longer so.
+        job_id=(status.job_id or "") if node.registered else "",
+        generation=status.generation if node.registered else 0,
         failures=node.failures.recent(unix),
         last_heard_s=max(0.0, now - (node.seen.last_heard if heard_at is None else heard_at)),
         heard_before=heard_at is None,

@@ -242,7 +242,7 @@ def test_a_drain_is_told_of_a_node_that_is_lost() -> None:
     player = Player()
     player.play(START + "1.0 close n4\n7.0 drain n4\n")
     info = node_info(player.state, player.state.nodes[NodeName("n4")], 8.0, UNIX + 8.0)
-    assert info.state == "lost"
+    assert (info.state, info.job_id, info.generation) == ("lost", "", 0)
     assert info.reason.endswith("; drained, also when it is back")
 
 
