@@ -164,6 +164,7 @@ class Templates:
             "moment": text.moment,
             "seconds": text.seconds,
             "short_moment": text.short_moment,
+            "whole": "{:,.0f}".format,
         }
         self._environment.globals |= {
             "chart": chart,

@@ -87,7 +87,7 @@ def _checkpoint(job: pb.JobStatus) -> str:
     if not job.checkpoint:
         return "none yet" if job.checkpoint_path else ""
     age = f", {text.ago(job.checkpoint_at)}" if job.checkpoint_at else ""
-    return f"step {job.checkpoint_step}{age}"
+    return f"step {job.checkpoint_step:,}{age}"
 
 
 # ---- nodes and jobs of a cluster
@@ -239,7 +239,7 @@ def loss(job: pb.JobStatus) -> Loss:
     again = f"; {count(behind, 'step')} would be done again" if behind > 0 else ""
     told = (
         "may lose a layer with the next node; then the checkpoint of step "
-        f"{job.checkpoint_step} takes over{again}"
+        f"{job.checkpoint_step:,} takes over{again}"
     )
     return Loss(job_id=job.job_id, text=told, tone="warn")
 

@@ -112,18 +112,19 @@ def test_checkpoints_that_fail_are_told_wherever_an_operator_looks(
     cluster.wait(lambda: bool(cluster.status(job_id)["save_failure"]), "a save that fails")
     why = f"not saved: cannot write to {saved}: "
 
-    def shown() -> str:
+    def shown() -> list[str]:
         with Dashboard(tmp_path, "--master", cluster.address) as dashboard:
-            return dashboard.visitor().get(f"/jobs/{job_id}").text
+            visitor = dashboard.visitor()
+            return [visitor.get(path).text for path in (f"/jobs/{job_id}", "/")]
 
-    card = '<div class="tile bad"><dt>checkpoint</dt>'
+    red = ('<div class="tile bad"><dt>checkpoint</dt>', '<td class="minor bad-text">')
     for verb in (("jobs",), ("status", job_id)):
         told = cluster.oobleck(*verb).stdout
         assert why in told
         assert "No space left on device" in told
-    page = shown()
-    assert card in page
-    assert why in page
+    for page, marked in zip(shown(), red, strict=True):
+        assert marked in page
+        assert why in page
     logs = "".join(path.read_text() for path in (cluster.state_dir / "log").glob("master*"))
     (first, *_) = [line for line in logs.splitlines() if "could not be written" in line]
     assert " WARNING " in first
@@ -132,6 +133,7 @@ def test_checkpoints_that_fail_are_told_wherever_an_operator_looks(
     ballast.unlink()
     cluster.wait(lambda: not cluster.status(job_id)["save_failure"], "a checkpoint")
     assert why not in cluster.oobleck("jobs").stdout
-    assert card not in shown()
+    for page, marked in zip(shown(), red, strict=True):
+        assert marked not in page
     cluster.oobleck("cancel", job_id)
     assert cluster.wait_end(job_id) == "cancelled"

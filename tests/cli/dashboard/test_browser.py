@@ -24,12 +24,14 @@ from support.visitor import Dashboard, Stand
 from support.waiting import PATIENCE_S, until
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page
+    from playwright.sync_api import Browser, Page, ViewportSize
 
 log = logging.getLogger(__name__)
 
 pytestmark = pytest.mark.soak
 
+DESK: "ViewportSize" = {"width": 1280, "height": 900}
+PHONE: "ViewportSize" = {"width": 390, "height": 844}
 _NAMES = ("chromium", "chromium-browser", "google-chrome")
 _PATIENCE_MS = 1000 * PATIENCE_S
 #: As the issue of the dashboard has it.
@@ -63,7 +65,7 @@ class Visit:
     def __init__(self, browser: "Browser", dashboard: Dashboard, *, role: str = "viewer") -> None:
         self.address = f"http://{dashboard.address}"
         self.complaints: list[str] = []
-        context = browser.new_context(viewport={"width": 1280, "height": 900})
+        context = browser.new_context(viewport=DESK)
         context.set_default_timeout(_PATIENCE_MS)
         self.page: Page = context.new_page()
         self.page.goto(f"{self.address}/login")
@@ -90,16 +92,22 @@ def test_pages_are_shown_and_the_browser_has_nothing_to_complain_of(
     browser: "Browser", stand: Stand
 ) -> None:
     visit = Visit(browser, stand.dashboard, role="operator")
-    for path, selector, name in (
+    pages = (
         ("/", "#nodes-rows tr", "cluster"),
         (f"/jobs/{stand.job}", "svg.chart polyline", "job"),
         (f"/jobs/{stand.job}/plan?lose=n1", "table.map", "plan"),
         (f"/jobs/{stand.job}/logs", "#lines-rows li", "logs"),
         (f"/jobs/{stand.job}/timeline", "input[name=steps]", "timeline"),
         ("/nodes/n1/drain", "input[name=reason]", "drain"),
-    ):
+    )
+    for path, selector, name in pages:
         visit.open(path, name)
         assert visit.page.locator(selector).count() > 0, path
+    visit.page.set_viewport_size(PHONE)
+    for path, _, name in pages:
+        visit.open(path, f"{name}-phone")
+        assert visit.page.evaluate("document.documentElement.scrollWidth <= innerWidth"), path
+    visit.page.set_viewport_size(DESK)
     visit.open(f"/jobs/{stand.job}")
     visit.page.hover("svg.chart", position={"x": 300, "y": 80})
     told = visit.page.text_content("svg.chart .pointer text")

@@ -78,7 +78,7 @@ def test_a_job_with_its_lines_its_map_and_its_facts(stand: Stand, viewer: Visito
     assert page.text.count('<polyline class="line"') == 2
     assert re.search(r'colspan="4" class="place good" title="n1, layers 0 to 3, live"', page.text)
     shown = plain(page.text)
-    assert re.search(r"step \d+ of 1000000 \(0%\), about \d+ h", shown)
+    assert re.search(r"step [\d,]+ of 1,000,000 \(0%\), about \d+ h", shown)
     assert re.search(r"goodput \d+\.\d% of the time since step 1", shown)
     assert "started generation 1" in shown
     recent = viewer.get(f"/jobs/{stand.job}?span=recent")
@@ -90,24 +90,25 @@ def test_the_loss_of_an_open_page_is_that_of_now(stand: Stand, viewer: Visitor) 
     step = stand.client.job(stand.job).committed_step
 
     def is_newer(shown: str) -> bool:
-        found = re.search(r"step (\d+) of", shown)
-        return found is not None and int(found[1]) > step + 20
+        found = re.search(r"step ([\d,]+) of", shown)
+        return found is not None and int(found[1].replace(",", "")) > step + 20
 
     assert seen(viewer, f"/jobs/{stand.job}", "state", is_newer, lambda: None)
     told = seen(viewer, f"/jobs/{stand.job}", "charts", lambda _: True, lambda: None)
-    assert re.match(r"Loss up to step \d+ 0\.\d{4}", told)
+    assert re.match(r"Loss up to step [\d,]+ 0\.\d{4}", told)
 
 
 @pytest.mark.parametrize("span", ["whole", "recent"])
 def test_a_page_has_one_step_and_one_loss(stand: Stand, viewer: Visitor, span: str) -> None:
     page = viewer.get(f"/jobs/{stand.job}?span={span}")
     shown = plain(page.text)
-    card = re.search(r"step (\d+) of .* loss (0\.\d+) speed ([\d,]+) tokens/s", shown)
+    card = re.search(r"step ([\d,]+) of .* loss (0\.\d+) speed ([\d,]+) tokens/s", shown)
     assert card is not None, shown
     step, loss, speed = card.groups()
     assert f"Loss up to step {step} {loss} " in shown
     assert f"Tokens/s up to step {step} {speed} " in shown
-    assert re.findall(r'aria-label="\S+ by step, from step \d+ to (\d+);', page.text) == [step] * 2
+    drawn = re.findall(r'aria-label="\S+ by step, from step \d+ to (\d+);', page.text)
+    assert drawn == [step.replace(",", "")] * 2
 
 
 def test_steps_without_a_record_are_told(tmp_path: Path) -> None:
