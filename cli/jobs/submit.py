@@ -131,7 +131,9 @@ def cancel(job_id: str, save_first: bool, unknown: bool, master: Endpoint) -> No
         if save_first:
             _save(connection, job_id)
         job = connection.cancel(job_id)
-    click.echo(f"{job_id} {job.state}")
+    ended_before = job.state in ENDED and job.state != "cancelled"
+    told = f"had {job.state} before; there is nothing to cancel" if ended_before else job.state
+    click.echo(f"{job_id} {told}")
     if job.checkpoint:
         click.echo(inline(f"newest checkpoint: step {job.checkpoint_step}  {job.checkpoint}"))
     elif job.checkpoint_path:

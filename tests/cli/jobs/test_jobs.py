@@ -190,6 +190,14 @@ def test_status_shows_what_goes_on_first_and_counts_what_has_ended(
     assert [line.split()[0] for line in every[:3]] == ["JOB", "demo-2", "demo-1"]
 
 
+def test_a_job_that_has_ended_is_not_cancelled() -> None:
+    ended = pb.JobStatus(job_id="demo-1", state="failed")
+    with answering(CancelJob=lambda request: ended) as address:
+        done = run("cancel", "demo-1", "--master", address)
+    told = "demo-1 had failed before; there is nothing to cancel\n"
+    assert (done.returncode, done.stdout, done.stderr) == (0, told, "")
+
+
 def test_a_node_that_is_forgotten_while_its_drain_is_waited_for_is_told_of() -> None:
     draining = pb.NodeInfo(node="n1", state="draining")
     with answering(
