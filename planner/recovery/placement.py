@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from oobleck.core.ids import Generation, NodeName
 from oobleck.core.plan import Pipeline, PipelineTemplate, Plan, Templates, place
-from oobleck.planner.search.instantiate import over_racks, renamed
+from oobleck.planner.search.racks import over_racks, renamed
 
 Matrix = NDArray[np.float64]
 #: Holdings of a node's workers, by slot: first layer, layer after the last, part, parts.

@@ -23,7 +23,8 @@ from oobleck.planner.programs.communicators import too_many
 from oobleck.planner.search.catalogue import Catalogue, Offer
 from oobleck.planner.search.choose import ScheduleChoice, choose_among, settled
 from oobleck.planner.search.demand import share_batch
-from oobleck.planner.search.instantiate import instantiate, over_racks
+from oobleck.planner.search.instantiate import instantiate
+from oobleck.planner.search.racks import over_racks
 from oobleck.planner.search.shadows import with_shadows
 from oobleck.planner.search.templates import feasible_sizes
 

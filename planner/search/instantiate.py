@@ -7,17 +7,13 @@ that order, and the choice by a judge among candidates near the best. The formul
 `oobleck.planner.cost.stages`.
 """
 
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
-from itertools import islice
-
-from msgspec import structs
 
 from oobleck.core.errors import PlanInfeasible
-from oobleck.core.ids import Generation, NodeName, WorkerId
+from oobleck.core.ids import Generation, NodeName
 from oobleck.core.plan import Pipeline, PipelineTemplate, Plan, place
 from oobleck.core.profile import Links, Profile
 from oobleck.core.units import are, count
@@ -226,60 +222,3 @@ def _too_few(demand: Demand) -> Iterator[str]:
             f"{pipelines} pipelines need as many micro-batches, and the batch has "
             f"{microbatches}; enlarge global_batch or lower microbatch"
         )
-
-
-#: Most swaps of nodes that are tried to spread holders over racks.
-_MOST_SWAPS = 4000
-
-
-def over_racks(
-    plan: Plan, racks: Mapping[NodeName, str], alike: Iterable[Sequence[NodeName]]
-) -> Plan:
-    """Return the plan, which has no rates or listing, with nodes swapped so that fewer layers have
-    all holders in one rack. `alike`: nodes that may take each other's place or idleness."""
-    holders = [sorted(own) for own in dict.fromkeys(map(frozenset, plan.layer_nodes()))]
-    # Seats are called by the nodes that had them; further ones are idle.
-    group = {name: own for own in alike for name in own}
-    at = {name: name for name in (*group, *plan.nodes)}
-    of = defaultdict[NodeName, list[int]](list)
-    for number, seats in enumerate(holders):
-        for seat in seats if len(seats) > 1 else ():
-            of[seat].append(number)
-
-    def together(numbers: Iterable[int]) -> int:
-        """Return how many of these sets of holders are in one rack."""
-        found = ({racks.get(at[seat]) or at[seat] for seat in holders[n]} for n in numbers)
-        return sum(len(labels) == 1 for labels in found)
-
-    swaps = (
-        (seat, other)
-        for number, seats in enumerate(holders)
-        for seat in seats
-        for other in group.get(seat, ())
-        if len(seats) > 1 and together([number])
-        if racks.get(at[seat]) != racks.get(at[other])
-    )
-    for seat, other in islice(swaps, _MOST_SWAPS):
-        concerned = {*of[seat], *of[other]}
-        before = together(concerned)
-        at[seat], at[other] = at[other], at[seat]
-        if together(concerned) >= before:
-            at[seat], at[other] = at[other], at[seat]
-    return renamed(plan, at) if any(at[name] != name for name in plan.nodes) else plan
-
-
-def renamed(plan: Plan, nodes: Mapping[NodeName, NodeName]) -> Plan:
-    """Return the plan, which has no rates or listing, on other nodes."""
-
-    def moved(workers: Iterable[WorkerId]) -> tuple[WorkerId, ...]:
-        return tuple(WorkerId(nodes[worker.node], worker.slot) for worker in workers)
-
-    routes = tuple(
-        structs.replace(
-            route,
-            hops=tuple(structs.replace(hop, workers=moved(hop.workers)) for hop in route.hops),
-        )
-        for route in plan.routes
-    )
-    holds = tuple(structs.replace(one, workers=moved(one.workers)) for one in plan.holds)
-    return replace(plan, holds=holds, routes=routes)

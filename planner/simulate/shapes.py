@@ -29,7 +29,7 @@ from oobleck.planner.recovery.terms import Terms, after
 from oobleck.planner.recovery.uneven.candidates import staying_s
 from oobleck.planner.search.catalogue import Catalogue
 from oobleck.planner.search.firstplan import make_first_plan
-from oobleck.planner.search.instantiate import renamed
+from oobleck.planner.search.racks import renamed
 
 _Known = TypeVar("_Known")
 _FIRST, _SECOND = Generation(1), Generation(2)

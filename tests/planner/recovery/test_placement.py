@@ -16,7 +16,7 @@ from oobleck.planner.recovery.placement import (
     seat,
     spread,
 )
-from oobleck.planner.search.instantiate import over_racks, renamed
+from oobleck.planner.search.racks import over_racks, renamed
 from oobleck.planner.search.templates import generate_templates
 from support.plans import plan_of_cuts
 from support.profiles import profile_of
