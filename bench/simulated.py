@@ -178,15 +178,15 @@ def main() -> None:
         whole = simulate(folder, options.nodes, happened, end_s, costs)
     real_steps = len(part(metrics, half_s, end_s))
     told_steps = (whole["samples"] - first["samples"]) / _BATCH
-    changes = [e for e in part(events, half_s, end_s) if e["event"] == "reconfigured"]
-    stall_s = sum(change["stall_s"] or 0.0 for change in changes)
+    entered = [e for e in events if e["event"] == "reconfigured" and "superseded_by" not in e]
+    changes = part(entered, half_s, end_s)
+    stall_s = sum(map(stood_s, changes))
     made = sum(whole["counts"][p][r] - first["counts"].get(p, {}).get(r, 0)
                for p, of in whole["counts"].items() for r in of)  # fmt: skip
     told_stall = whole["seconds"]["stalled"] - first["seconds"]["stalled"]
     kinds = defaultdict[tuple[str, str], list[float]](list)
-    for change in part(events, 0, end_s):
-        if change["event"] == "reconfigured" and "superseded_by" not in change:
-            kinds[change["policy"], change["rule"]].append(stood_s(change))
+    for change in part(entered, 0, end_s):
+        kinds[change["policy"], change["rule"]].append(stood_s(change))
     print(f"{'':16}{'real':>9}{'simulated':>11}{'ratio':>7}")
     print(f"{'steps':16}{real_steps:9}{told_steps:11.1f}{told_steps / real_steps:7.3f}")
     print(f"{'stall, s':16}{stall_s:9.2f}{told_stall:11.2f}{told_stall / stall_s:7.3f}")
