@@ -5,9 +5,12 @@ PYTHONPATH.
 not depend on it: that is what jumps of the clock are to show.
 
 Where the socket of `bench.support.preloaded` lies beside this file, a process of `_FORKED` does not
-load its libraries. It has one forked that has them, and lives and ends together with that one.
+load its libraries. It has one forked that has them, and lives and ends together with that one. So
+do the `oobleck` command, and the daemons of `_DAEMONS` where `BENCH_FORK_DAEMONS` is set: who
+starts them looks for the forked process (`bench.support.daemons.forked`).
 """
 
+import contextlib
 import json
 import mmap
 import os
@@ -21,6 +24,7 @@ from typing import NoReturn
 
 #: An agent's warm process, what looks at a user's model before it is sent, and a master's planner.
 _FORKED = ("oobleck.worker.warm", "oobleck.worker.describe", "oobleck.master.planning.worker")
+_DAEMONS = ("oobleck.master", "oobleck.agent")
 _time = time.time
 _offset: mmap.mmap | bytes = bytes(8)
 
@@ -47,7 +51,8 @@ def stand_in(address: Path, parent_pid: int, module: str, arguments: list[str]) 
     """Have the module's process forked, with this one's files, network, folder and environment.
 
     This process ends with its parent, and its end closes a pipe by which the kernel kills the
-    forked one. The other way round it ends in the same manner as the forked one.
+    forked one. The other way round it ends in the same manner as the forked one. It passes on the
+    signals by which daemons are ended.
     """
     from oobleck.host.system.process import die_with_parent
 
@@ -74,12 +79,21 @@ def stand_in(address: Path, parent_pid: int, module: str, arguments: list[str]) 
         os.dup2(null, number)
     os.close(alive)
     answers = server.makefile()
+    pid = int(answers.readline())
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, lambda number, frame: _pass_on(pid, number))
     # Where others look for the forked one.
-    Path("/proc/self/comm").write_text(f"fork {answers.readline().strip()}")
+    Path("/proc/self/comm").write_text(f"fork {pid}")
     code = os.waitstatus_to_exitcode(int(answers.readline() or signal.SIGKILL))
     if code < 0:
         os.kill(os.getpid(), -code)
     os._exit(code)
+
+
+def _pass_on(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
 
 
 if "BENCH_CLOCK" in os.environ:
@@ -89,12 +103,18 @@ if "BENCH_CLOCK" in os.environ:
 
 
 def _stand_in_if_forked(address: Path) -> None:
-    """Do so if this process is to run a module of `_FORKED`."""
+    """Do so if this process is to run the command, or such a module and to end with its parent."""
     called = sys.orig_argv
-    for module in _FORKED:
-        if module in called and address.exists():
-            place = called.index(module)
-            stand_in(address, int(called[place - 1]), module, called[place + 1 :])
+    # For another user none can be forked.
+    if not address.exists() or address.stat().st_uid != os.getuid():
+        return
+    if len(called) > 1 and Path(called[1]).name == "oobleck":
+        stand_in(address, os.getppid(), "oobleck.cli.main", called[2:])
+    daemons = _DAEMONS if "BENCH_FORK_DAEMONS" in os.environ else ()
+    for module in (*_FORKED, *daemons):
+        if module in called and called[(place := called.index(module)) - 1].isdigit():
+            main = f"{module}.__main__" if module in _DAEMONS else module
+            stand_in(address, int(called[place - 1]), main, called[place + 1 :])
 
 
 _stand_in_if_forked(Path(__file__).with_name("preloaded"))

@@ -18,7 +18,15 @@ from pathlib import Path
 import psutil
 
 from bench.support.client import Client, ClusterError
-from bench.support.daemons import children_of, descendants, kill_trees, real_process, with_parent
+from bench.support.daemons import (
+    FORK_DAEMONS,
+    children_of,
+    descendants,
+    forked,
+    kill_trees,
+    real_process,
+    with_parent,
+)
 from bench.support.ports import choose_address
 from bench.support.preloaded import Preloaded
 from bench.support.scratch import run_folder, undisturbed
@@ -198,6 +206,7 @@ class LocalCluster(Cluster):
         self._extra: list[subprocess.Popen[str]] = []
         self.preloaded = preloaded
         if preloaded is not None:
+            preloaded.wait()
             self.python_path = preloaded.python_path
         command = [*with_parent("oobleck.cli.main"), "local", "--nodes", str(nodes)]
         command += ["--workers-per-node", str(workers_per_node)]
@@ -215,7 +224,7 @@ class LocalCluster(Cluster):
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
-                env=self.child_environment(),
+                env=self._daemon_environment(),
                 start_new_session=True,
             )
         try:
@@ -240,6 +249,8 @@ class LocalCluster(Cluster):
                 case ["agent", name, "pid", pid]:
                     self.agents[name] = int(pid)
                 case ["ready", *_]:
+                    self.master_pid = self._working(self.master_pid)
+                    self.agents = {name: self._working(pid) for name, pid in self.agents.items()}
                     return
                 case _:
                     pass
@@ -282,11 +293,17 @@ class LocalCluster(Cluster):
                 stdout=log,
                 stderr=log,
                 text=True,
-                env={**self.child_environment(), **environment},
+                env={**self._daemon_environment(), **environment},
             )
         self._extra.append(agent)
-        self.agents[name] = agent.pid
-        return agent.pid
+        self.agents[name] = self._working(agent.pid)
+        return self.agents[name]
+
+    def _daemon_environment(self) -> dict[str, str]:
+        return {**self.child_environment(), **(FORK_DAEMONS if self.preloaded else {})}
+
+    def _working(self, daemon: int) -> int:
+        return forked(daemon) if self.preloaded else daemon
 
 
 def _tail(path: Path, lines: int) -> str:

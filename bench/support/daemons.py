@@ -3,6 +3,7 @@
 import contextlib
 import os
 import select
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -13,6 +14,9 @@ from oobleck.host.system.process import with_parent as with_parent
 
 #: On PYTHONPATH of processes that run a module of the checkout's, which is not installed.
 CHECKOUT = str(Path(__file__).resolve().parents[2])
+#: What daemons get in their environment, for `forked`.
+FORK_DAEMONS = {"BENCH_FORK_DAEMONS": "1"}
+_LOOK_S = 0.005
 
 
 def children_of(pid: int) -> list[int]:
@@ -39,6 +43,17 @@ def real_process(pid: int) -> int:
     """The process that `pid` is, or stands for (`bench.support.preloaded`)."""
     name, _, number = psutil.Process(pid).name().partition(" ")
     return int(number) if name == "fork" and number else pid
+
+
+def forked(daemon: int) -> int:
+    """The process that does a daemon's work, where it was started with FORK_DAEMONS, as soon
+    as there is one; the daemon itself where it has ended before."""
+    while alive(daemon):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if (real := real_process(daemon)) != daemon:
+                return real
+        time.sleep(_LOOK_S)
+    return daemon
 
 
 def descendants(pid: int) -> Iterator[psutil.Process]:

@@ -1,7 +1,7 @@
 """One process that has the libraries of workers and of the command line loaded, and forks what
 needs them in a run: the warm processes of all agents, what looks at users' models before they are
-sent, masters' planners, and the `oobleck` command. Else each of these loads them, at up to six
-seconds of a core.
+sent, masters' planners, the `oobleck` command, and daemons of clusters. Else each of these loads
+them, at half a second to six seconds of a core.
 
 For tests that start and kill many nodes. What they prove is the same: each fork is the real code in
 a process of its own, with the network, folder, files and environment that were meant for it; it can
@@ -26,10 +26,11 @@ import struct
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from bench.support.daemons import CHECKOUT, with_parent
 from oobleck.host.gpu.devices import worker_environment
@@ -37,11 +38,17 @@ from oobleck.host.programs import refuse_older_tls, run
 
 #: What is on PYTHONPATH of processes whose start is a drill's.
 STARTUP = Path(__file__).parents[1] / "startup"
+#: A file beside the socket that is there once all is loaded.
+_LOADED = "loaded"
+_LOADED_S = 240.0
 _CLONE_NEWNET = 0x40000000
 _BACKLOG = 100
 _WARM = "oobleck.worker.warm"
 #: How nice workers are: they train as fast as they can while a test asks and waits.
 _NICE = 10
+#: Jobs of at least so many steps go on until they are cancelled. A step of theirs takes so long,
+#: for most of which the processor is free.
+_ENDLESS, _STEP_S = 10_000, 0.1
 #: More than a process inherits, with its network and a pipe.
 _MOST_FILES = 100
 #: Above the numbers that a fork's files get.
@@ -72,7 +79,8 @@ class Preloaded:
         clock = folder / "clock"
         clock.write_bytes(struct.pack("d", 0.0))
         places = os.pathsep.join((str(STARTUP), CHECKOUT))
-        own = {"PYTHONPATH": places, "BENCH_CLOCK": str(clock)}
+        # gRPC prints nothing, as where programs load it.
+        own = {"PYTHONPATH": places, "BENCH_CLOCK": str(clock), "GRPC_VERBOSITY": "NONE"}
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(str(folder / "preloaded"))
             listener.listen(_BACKLOG)
@@ -82,6 +90,14 @@ class Preloaded:
                 env={**os.environ, **worker_environment("cpu"), **own},
                 start_new_session=True,
             )
+
+    def wait(self) -> None:
+        """Return once it has loaded all, so that nothing that is forked has a slow start."""
+        deadline = time.monotonic() + _LOADED_S
+        while not (Path(self.python_path) / _LOADED).exists():
+            if time.monotonic() > deadline:
+                raise TimeoutError("the process that forks others does not come up")
+            time.sleep(0.01)
 
     def start(
         self,
@@ -165,6 +181,8 @@ def serve(listener: socket.socket) -> NoReturn:
     refuse_older_tls()
     import scipy.optimize  # noqa: F401  # which the planner loads when it needs it
 
+    import oobleck.agent.__main__
+    import oobleck.master.__main__
     import oobleck.master.planning.worker
     import oobleck.worker.describe
     import oobleck.worker.warm  # noqa: F401
@@ -176,6 +194,7 @@ def serve(listener: socket.socket) -> NoReturn:
         importlib.import_module(where.partition(":")[0])
     gc.collect()
     gc.freeze()
+    Path(listener.getsockname()).with_name(_LOADED).touch()
     forked: dict[int, tuple[int, socket.socket]] = {}
     while True:
         ready, _, _ = select.select([listener.fileno(), *forked], [], [])
@@ -220,6 +239,7 @@ def become(asker: socket.socket, files: list[int]) -> NoReturn:
     os.setsid()
     if asked["module"] == _WARM:
         _let_others_go_first()
+        _pace()
     os.chdir(asked["folder"])
     environment = asked["environment"]
     os.environ.clear()
@@ -259,6 +279,24 @@ def _let_others_go_first() -> None:
             Path("/proc/self/autogroup").write_text(str(_NICE))
 
     os.setsid = begin_session
+
+
+def _pace() -> None:
+    """Have workers of endless jobs begin a step every `_STEP_S`, rather than take all that other
+    processes leave of the processors."""
+    from oobleck.worker.step.executor import Executor
+
+    run_step = Executor.run_step
+    began = 0.0
+
+    def run_in_time(self: Executor, step: int, redo: Any = None) -> Any:
+        nonlocal began
+        if self._training.steps >= _ENDLESS:
+            time.sleep(max(0.0, began + _STEP_S - time.monotonic()))
+        began = time.monotonic()
+        return run_step(self, step, redo)
+
+    Executor.run_step = run_in_time  # type: ignore[method-assign]
 
 
 def main() -> NoReturn:

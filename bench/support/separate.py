@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 
 from bench.support.cluster import Cluster
-from bench.support.daemons import alive, with_parent
+from bench.support.daemons import FORK_DAEMONS, alive, forked, with_parent
 from bench.support.ports import choose_address
 from bench.support.preloaded import Preloaded
 
@@ -23,16 +23,19 @@ class Daemons(Cluster):
 
     def __init__(self, folder: Path, preloaded: Preloaded | None = None) -> None:
         """`folder`: a new one, for the state directory, job files and logs. `preloaded`: starts
-        workers' warm processes and commands."""
+        daemons, workers' warm processes and commands."""
         folder.mkdir()
         super().__init__(folder / "state", folder)
         self.preloaded = preloaded
         #: Of the release that the next one is of.
         self.environment: Mapping[str, str] = {}
         if preloaded is not None:
+            preloaded.wait()
             self.python_path = preloaded.python_path
-            self.environment = {"PYTHONPATH": preloaded.python_path}
+            self.environment = {"PYTHONPATH": preloaded.python_path, **FORK_DAEMONS}
         self._started: list[subprocess.Popen[str]] = []
+        #: By the pid of the process that does the work.
+        self._working: dict[int, subprocess.Popen[str]] = {}
 
     def _start(self, *command: str) -> subprocess.Popen[str]:
         with self.log.open("a") as log:
@@ -57,12 +60,17 @@ class Daemons(Cluster):
         assert daemon.stdout is not None
         line = daemon.stdout.readline()
         assert line.startswith("listening on "), line + self.tail()
-        self.address, self.master_pid = line.split()[-1], daemon.pid
+        self.address, self.master_pid = line.split()[-1], self._pid(daemon)
 
     def start_node(self, name: str, *options: str) -> int:
         command = (*with_parent("oobleck.agent"), "--master", self.address, "--name", name)
-        self.agents[name] = self._start(*command, *options).pid
+        self.agents[name] = self._pid(self._start(*command, *options))
         return self.agents[name]
+
+    def _pid(self, daemon: subprocess.Popen[str]) -> int:
+        pid = forked(daemon.pid) if FORK_DAEMONS.items() <= self.environment.items() else daemon.pid
+        self._working[pid] = daemon
+        return pid
 
     def kill_master(self) -> None:
         """As by kill -9."""
@@ -77,7 +85,7 @@ class Daemons(Cluster):
 
     def code(self, pid: int) -> int:
         """The exit code of a daemon that ends."""
-        return next(each for each in self._started if each.pid == pid).wait(_ENDS_S)
+        return self._working[pid].wait(_ENDS_S)
 
     def roots(self) -> list[int]:
         return [daemon.pid for daemon in self._started]

@@ -16,7 +16,7 @@ from support.clusters import FORGETFUL, PATIENT
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
 NODES = ("n1", "n2", "n3")
-EVERY = 20
+EVERY = 10
 #: Steps between checkpoints of the job whose head is killed before the first one.
 RARELY = 30
 
@@ -199,7 +199,8 @@ def test_a_job_that_succeeded_has_all_steps_though_records_are_lost(
     assert reached < steps - RARELY, "else this proves nothing"
     assert cut_records(checkpoints(tmp_path)[steps]) == steps
 
-    power_on(daemons, FORGETFUL)
+    # For as long as workers may take to meet, the last records are waited for.
+    power_on(daemons, FORGETFUL, "--meeting-s=15")
     assert daemons.wait_end(job_id) == "succeeded"
     for _ in range(2):
         (row,) = daemons.oobleck("jobs").stdout.splitlines()[1:]

@@ -14,6 +14,8 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
 #: Of a processor; the slow one has much less.
 FAIR, LITTLE, HARDLY_ANY = 0.25, 0.08, 0.05
+#: More than are done, and so few that workers do not wait between them (`bench.support.preloaded`).
+STEPS = 9_000
 
 
 def job(text: str) -> dict[str, object]:
@@ -21,7 +23,7 @@ def job(text: str) -> dict[str, object]:
         "name": "throttled",
         "model": {"kind": "gpt", "layers": 4, "hidden": 64, "heads": 2, "sequence_length": 32},
         "data": {"text": [text]},
-        "training": {"steps": 100_000, "global_batch": 8, "microbatch": 1},
+        "training": {"steps": STEPS, "global_batch": 8, "microbatch": 1},
         "fault_tolerance": 1,
         "profile": "estimate",
     }
@@ -68,7 +70,7 @@ def test_a_worker_that_hardly_runs_stands_by(small_cluster: LocalCluster, text: 
     wanted = job(text)
     # A micro-batch each: nobody can have fewer and take part.
     training = {"global_batch": 3, "microbatch": 1, "precision": "fp64"}
-    job_id = cluster.submit({**wanted, "training": {"steps": 100_000, **training}})
+    job_id = cluster.submit({**wanted, "training": {"steps": STEPS, **training}})
     cluster.wait_step(job_id, 1)
 
     def state_of_n3() -> tuple[str, bool]:
