@@ -115,7 +115,7 @@ def traced() -> Iterator[None]:
     torch.compiler.reset()
 
 
-@pytest.mark.parametrize("recompute", ["none", "layer"])
+@pytest.mark.parametrize("recompute", [pytest.param("none", marks=pytest.mark.soak), "layer"])
 @pytest.mark.usefixtures("traced")
 def test_of_what_is_compiled_nothing_runs_as_it_is(
     recompute: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -143,8 +143,17 @@ def test_of_what_is_compiled_nothing_runs_as_it_is(
     assert noted.exists()
 
 
-@pytest.mark.parametrize("recompute", ["none", "layer"])
-@pytest.mark.parametrize("kind", ["gpt", "gpt2", "llama", "bert"])
+@pytest.mark.parametrize(
+    ("kind", "recompute"),
+    [
+        *(("gpt", "none"), ("gpt", "layer"), ("gpt2", "layer"), ("llama", "none")),
+        ("bert", "layer"),
+        *(
+            pytest.param(*other, marks=pytest.mark.soak)
+            for other in (("gpt2", "none"), ("llama", "layer"), ("bert", "none"))
+        ),
+    ],
+)
 @pytest.mark.usefixtures("traced")
 def test_blocks_of_built_in_models_are_compiled_once_for_each_number_of_sharers(
     kind: str, recompute: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make_job: MakeJob

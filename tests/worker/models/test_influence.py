@@ -71,7 +71,7 @@ def said(
     return [f"{'warning: ' if p.warning else ''}{p}" for p in found]
 
 
-@pytest.mark.parametrize("seed", [3, 4])
+@pytest.mark.parametrize("seed", [3, pytest.param(4, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("layer", INFLUENCES)
 def test_rows_that_influence_each_other_with_other_weights_are_refused(
     layer: str, seed: int

@@ -150,7 +150,9 @@ def test_many_gather_along_a_tree() -> None:
         assert sum(ends) == 2 * (count - 1 + len(tree_neighbours(1, count)) - 1)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize(
+    "seed", [*range(20), *(pytest.param(each, marks=pytest.mark.soak) for each in range(20, 40))]
+)
 def test_sums_are_the_same_to_the_bit_on_all_and_in_the_order_of_ranks(seed: int) -> None:
     draw = random.Random(seed)
     size = draw.choice([2, 3, 5])
