@@ -33,7 +33,7 @@ JOB = """\
 name: theirs
 model: {kind: gpt, layers: 2, hidden: 8, heads: 2, sequence_length: 8}
 data: {text: [/etc/passwd]}
-training: {steps: 20, global_batch: 4, seed: 5}
+training: {steps: 20, global_batch: 4, seed: 20}
 """
 
 

@@ -16,7 +16,7 @@ _JOB = """\
 name: demo
 model: {kind: gpt, layers: 2, hidden: 8, heads: 2, sequence_length: 8}
 data: {text: ["*.txt"]}
-training: {steps: 20, global_batch: 4, seed: 5}
+training: {steps: 20, global_batch: 4, seed: 20}
 """
 
 
