@@ -83,7 +83,7 @@ def test_the_job_after_the_change_trains(
         done = subprocess.run(
             [str(BIN / "oobleck"), *command[1:]],
             cwd=tmp_path,
-            env={**os.environ, "OOBLECK_MASTER": small_cluster.address},
+            env={**small_cluster.child_environment(), "OOBLECK_MASTER": small_cluster.address},
             capture_output=True,
             text=True,
             check=False,

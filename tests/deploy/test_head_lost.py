@@ -61,9 +61,9 @@ def test_who_follows_the_page_gets_the_head_back_and_training_goes_on(
     def type_all(section: str) -> None:
         for machine, text in lines_of(PAGE, section):
             if "backup ~/" in text:
-                until(lambda: status()["committed_step"] > 3, "it trains")
+                until(lambda: status()["committed_step"] > 3, "it trains", poll_s=0.5)
             if "adopt" in text:
-                until(lambda: "held" in spare.type("oobleck nodes"), "the node is held")
+                until(lambda: "held" in spare.type("oobleck nodes"), "the node is held", poll_s=0.5)
             for address, other in machines.items():
                 text = text.replace(address, other.home.name)
             by_name[machine].type(text.replace("oobleck-master", f"oobleck-master {FORGETFUL}"))
@@ -90,14 +90,15 @@ def test_who_follows_the_page_gets_the_head_back_and_training_goes_on(
         (spare.home / "authority").rename(tmp_path / "lost")
 
     type_all(section)
-    until(lambda: status()["committed_step"] > before["committed_step"], "the head hears of steps")
+    known = before["committed_step"]
+    until(lambda: status()["committed_step"] > known, "the head hears of steps", poll_s=0.5)
     after = status()
     assert after["state"] == "running"
     if "authority" in section:
         events = spare.home / ".oobleck/master/jobs/tiny-1/events.jsonl"
         told = [json.loads(line) for line in events.read_text().splitlines()]
         (restored,) = (event for event in told if event["event"] == "restored")
-        assert restored["step"] >= before["committed_step"], "what it trained meanwhile counts"
+        assert restored["step"] >= known, "what it trained meanwhile counts"
     else:
         assert after["generation"] == before["generation"]
     spare.type("oobleck cancel tiny-1")
