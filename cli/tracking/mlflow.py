@@ -3,13 +3,14 @@
 The run is in the tracking server or store that MLFLOW_TRACKING_URI names, else in a file store in
 the directory. The job's folder has how far the run is. If a writer ended amid writing, the next one
 asks the run for the newest step of each metric. So no number is written twice; MLflow reads the
-whole run for that.
+whole run for that. A run that a kill made unreadable is written from the beginning.
 """
 
 import contextlib
 import fcntl
 import os
 import re
+import shutil
 import tempfile
 from collections.abc import Iterator
 from hashlib import sha256
@@ -92,6 +93,8 @@ class MLflow:
         """Find how far the run is; a position without a run if there is none, or none any more."""
         try:
             at = msgspec.json.decode(self._path.read_bytes(), type=_Position)
+            if _remove_if_cut(self._path.parents[1] / STORE, at.run):
+                return _Position()
             self._client.set_tag(at.run, _JOB, self._name)
         except (FileNotFoundError, msgspec.DecodeError):
             return _Position()
@@ -192,6 +195,16 @@ def _experiment(client: MlflowClient, folder: Path, name: str) -> str:
         if (found := client.get_experiment_by_name(name)) is not None:
             return str(found.experiment_id)
         return str(client.create_experiment(name))
+
+
+def _remove_if_cut(store: Path, run: str) -> bool:
+    """Remove a run from the file store that MLflow cannot read, and return whether it did. MLflow
+    empties a run's facts before it writes them anew, and a kill in between leaves them empty."""
+    for facts in store.glob(f"*/{run}/meta.yaml"):
+        if not facts.stat().st_size:
+            shutil.rmtree(facts.parent)
+            return True
+    return False
 
 
 def _metric_name(name: str) -> str:

@@ -169,6 +169,15 @@ def test_a_writer_that_dies_between_any_two_calls_and_numbers(
     assert calls >= 10
 
 
+def test_a_run_whose_facts_a_kill_left_empty_is_written_from_the_beginning(tmp_path: Path) -> None:
+    write(tmp_path, ITEMS)
+    before = whole(tmp_path)
+    (facts,) = tmp_path.glob("mlflow/*/*/meta.yaml")
+    facts.write_text("")
+    write(tmp_path, ITEMS)
+    assert whole(tmp_path) == before
+
+
 def test_a_run_that_was_deleted_is_written_from_the_beginning(tmp_path: Path) -> None:
     write(tmp_path, ITEMS)
     before = whole(tmp_path)
