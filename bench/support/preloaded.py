@@ -240,6 +240,7 @@ def become(asker: socket.socket, files: list[int]) -> NoReturn:
     if asked["module"] == _WARM:
         _let_others_go_first()
         _pace()
+    _show_as(["python", "-m", asked["module"], *asked["arguments"]])
     os.chdir(asked["folder"])
     environment = asked["environment"]
     os.environ.clear()
@@ -265,6 +266,16 @@ def become(asker: socket.socket, files: list[int]) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)  # to free what is loaded takes half a second
+
+
+def _show_as(command: Sequence[str]) -> None:
+    """Have others see this command as the process's own, as far as that has room: a submission
+    looks whether the agents are processes of its host."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    begin, end = map(int, fields[45:47])  # where the command lies in memory
+    shown = "\0".join(command).encode()[: end - begin - 1]
+    ctypes.memset(begin, 0, end - begin)
+    ctypes.memmove(begin, shown, len(shown))
 
 
 def _let_others_go_first() -> None:
