@@ -138,8 +138,8 @@ def test_nodes_that_return_make_no_step_longer_unless_more_can_be_lost(cases: in
 
 
 def test_a_node_that_would_slow_the_others_down_stays_idle() -> None:
-    """Sixteen nodes make two pipelines of eight; the seventeenth fits into three slower ones."""
-    cluster = Cluster(35)
+    """Sixteen nodes make two pipelines of eight; with the seventeenth a step would take longer."""
+    cluster = Cluster(117)
     first = cluster.first(cluster.names, 1)
     left = by_templates(cluster.change(first, first, cluster.left)).found.plan
     assert (len(cluster.names), [len(p.nodes) for p in left.pipelines]) == (17, [8, 8])

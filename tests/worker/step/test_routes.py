@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from oobleck.core.ids import Generation, WorkerId
 from oobleck.core.job.model import ModelSpec
@@ -63,7 +64,7 @@ def without(plan: Plan, name: str, instead: str) -> Plan:
         routes=tuple(
             Route(
                 hops=tuple(
-                    dataclasses.replace(hop, workers=found) if hop.workers == lost else hop
+                    structs.replace(hop, workers=found) if hop.workers == lost else hop
                     for hop in route.hops
                 ),
                 microbatches=route.microbatches,
