@@ -21,6 +21,8 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from msgspec import structs
+
 from bench.support.engine import engine
 from oobleck.core.ids import Generation, NodeName, WorkerId
 from oobleck.core.job.model import ModelSpec
@@ -101,7 +103,7 @@ def simulator_speed() -> None:
                 Pipeline(
                     nodes=tuple(names.values()),
                     stages=tuple(
-                        replace(s, workers=(WorkerId(names[s.workers[0].node], 0),))
+                        structs.replace(s, workers=(WorkerId(names[s.workers[0].node], 0),))
                         for s in one.stages
                     ),
                     microbatches=microbatches,
