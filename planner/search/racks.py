@@ -1,7 +1,7 @@
 """Plans on other nodes, and the spread of a layer's holders over racks."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 
@@ -33,15 +33,17 @@ def over_racks(
         found = ({racks.get(at[seat]) or at[seat] for seat in holders[n]} for n in numbers)
         return sum(len(labels) == 1 for labels in found)
 
-    swaps = (
-        (seat, other)
-        for number, seats in enumerate(holders)
-        for seat in seats
-        for other in group.get(seat, ())
-        if len(seats) > 1 and together([number])
-        if racks.get(at[seat]) != racks.get(at[other])
-    )
-    for seat, other in islice(swaps, _MOST_SWAPS):
+    def swaps() -> Iterator[tuple[NodeName, NodeName]]:
+        """Yield swaps that may spread a set of holders, as long as it is in one rack."""
+        for number, seats in enumerate(holders):
+            pairs = ((seat, other) for seat in seats for other in group.get(seat, ()))
+            for seat, other in pairs if len(seats) > 1 else ():
+                if racks.get(at[seat]) != racks.get(at[other]):
+                    if not together([number]):
+                        break
+                    yield seat, other
+
+    for seat, other in islice(swaps(), _MOST_SWAPS):
         concerned = {*of[seat], *of[other]}
         before = together(concerned)
         at[seat], at[other] = at[other], at[seat]

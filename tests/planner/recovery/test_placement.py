@@ -3,6 +3,7 @@
 import itertools
 import random
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 
@@ -124,6 +125,25 @@ def test_as_few_layers_as_in_the_best_order_of_all_have_their_holders_in_one_rac
     found = over_racks(plan, racks, [plan.nodes])
     assert sorted(found.nodes) == sorted(plan.nodes)
     assert in_one_rack(found, racks) == best <= in_one_rack(plan, racks)
+
+
+class CountedRacks(dict[NodeName, str]):
+    """Racks that count how often a label is asked for."""
+
+    asked = 0
+
+    def get(self, name: NodeName, default: Any = None) -> Any:
+        self.asked += 1
+        return super().get(name, default)
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_a_spread_takes_no_long_time_where_there_is_nothing_to_swap(count: int) -> None:
+    plan = plan_of_cuts(*[([1] * 4, 4)] * 30)
+    racks = CountedRacks({name: f"r{n % count}" for n, name in enumerate(sorted(plan.nodes))})
+    assert over_racks(plan, racks, [plan.nodes]) is plan
+    pairs = len(plan.nodes) ** 2
+    assert racks.asked <= 3 * pairs
 
 
 def test_nodes_that_hold_state_keep_their_places_where_fresh_ones_spread_over_racks() -> None:
