@@ -189,8 +189,10 @@ class Plan:
         which takes milliseconds for a thousand nodes, and neither is anything computed again that
         follows from them. Raises ValueError."""
         made = object.__new__(Plan)
-        kept = {name: value for name, value in vars(self).items() if name not in _OF_TIMES}
-        vars(made).update(kept, **times)
+        # At once: another thread may compute something of this plan meanwhile.
+        vars(made).update(vars(self), **times)
+        for name in _OF_TIMES:
+            vars(made).pop(name, None)
         made._check_times()
         return made
 
