@@ -31,7 +31,7 @@ from oobleck.core.plan import Plan
 from oobleck.core.schedules import Schedule
 from oobleck.planner.cost.estimate import estimate_step
 from oobleck.planner.recovery.answer import Answer, Change, splitting_weight
-from oobleck.planner.recovery.chooser import CHANGE_S, choose
+from oobleck.planner.recovery.chooser import CHANGE_S, SWITCH_S, choose
 from oobleck.planner.recovery.course import behind_answer
 from oobleck.planner.recovery.outlook import Outlook, expecting
 from oobleck.planner.recovery.policies import answer as chosen
@@ -113,7 +113,7 @@ def committed(answers_in_turn: Sequence[Answer], wait_s: float) -> float:
         behind = answers_in_turn[number + 1]
         until = at + step_s * (1 + -(-behind.stall_s // step_s))
         steps += wait_s / step_s * (math.exp(-at / wait_s) - math.exp(-until / wait_s))
-        at = until + CHANGE_S + behind.outrun_s
+        at = until + SWITCH_S + behind.outrun_s
     return steps
 
 

@@ -103,7 +103,7 @@ class Course:
                     steps_per_s=1 / step_s,
                     exposure=first.exposure,
                 ),
-                Phase(seconds=CHANGE_S + behind.outrun_s, steps_per_s=0.0, exposure=first.exposure),
+                Phase(seconds=SWITCH_S + behind.outrun_s, steps_per_s=0.0, exposure=first.exposure),
             ]
         last = Phase(seconds=math.inf, steps_per_s=1 / weighed_s(self.last), exposure=self.exposure)
         return [*found, last]

@@ -373,7 +373,7 @@ def test_a_follow_up_costs_whole_steps_of_the_first_plan() -> None:
     moved = course(1.0, stall_s=25.0).first
     both = course(10.0, policy="reroute", behind=moved)
     stall, routed, switch, last = both.phases(Outlook(), ALONE, None)
-    assert (stall.seconds, switch.seconds) == (CHANGE_S, CHANGE_S)
+    assert (stall.seconds, switch.seconds) == (CHANGE_S, SWITCH_S)
     assert (routed.seconds, last.steps_per_s) == (40.0, 1.0)
     assert both.answer.then == "templates"
 

@@ -22,7 +22,7 @@ from oobleck.planner.programs.listing.schedule import listed_routes
 from oobleck.planner.programs.transfer import plan_transfers
 from oobleck.planner.recovery import worth
 from oobleck.planner.recovery.answer import Answer, Change, Exposure, splitting_weight
-from oobleck.planner.recovery.chooser import CHANGE_S
+from oobleck.planner.recovery.chooser import CHANGE_S, SWITCH_S
 from oobleck.planner.recovery.outlook import expecting
 from oobleck.planner.recovery.policies import answer, answers
 from oobleck.planner.recovery.reconfigure import can_lose
@@ -130,7 +130,7 @@ def steps_by_the_clock(first: Answer, behind: Answer | None, wait_s: float) -> f
         steps += wait_s / step_s * (math.exp(-now / wait_s) - math.exp(-(now + step_s) / wait_s))
         now += step_s
         if plan is first and behind is not None and now >= copied + step_time(first):
-            now, plan = now + CHANGE_S + behind.outrun_bytes / GIGABYTE, behind
+            now, plan = now + SWITCH_S + behind.outrun_bytes / GIGABYTE, behind
         elif plan is behind or behind is None:
             return steps + wait_s / step_s * math.exp(-now / wait_s)
     return steps
