@@ -1,7 +1,7 @@
 """Report of `oobleck plan --lost`: the answer to each loss and its follow-ups, beside each policy's
 own answer.
 
-Also owns the table of `oobleck plan --slow`, and a plan's description in a few words.
+Also owns the table of `oobleck plan --slow`.
 """
 
 import re
