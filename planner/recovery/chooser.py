@@ -264,7 +264,9 @@ def choose(found: Candidates, outlook: Outlook) -> Answer:
             worth = value >= stay + close_by
         else:  # a risk keeps no node idle, nor does a step that is a little longer
             least = min(value_of(stays, 0.0), value_of(_longer(stays, best), 0.0))
-            worth = value_of(best.phases(outlook, found.before, staying), 0.0) >= least - close_by
+            phases = best.phases(outlook, found.before, staying)
+            in_time = sum(phase.seconds for phase in phases[:-1]) < until_s
+            worth = in_time and value_of(phases, 0.0) >= least - close_by
         if why := _why_stay(best, staying, found, until_s, worth=worth):
             if found.instead is not None:
                 return found.instead

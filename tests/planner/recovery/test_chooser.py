@@ -346,9 +346,8 @@ def test_a_node_that_joins_is_used_where_it_pays_within_what_is_left() -> None:
     found = Candidates(courses=(course(0.9, stall_s=20.0),), live=4, staying=staying, before=SAFE)
     for left_s in (1.0, 15.0, 20.4, 26.0, 40.0, 1000.0):
         outlook = msgspec.structs.replace(expecting(1e6, 4), left_s=left_s)
-        copied, rest = min(20.0, left_s), max(0.0, left_s - 20.0 - SWITCH_S)
-        gained = copied + rest / 0.9 - left_s
-        if gained >= -TIE * left_s:
+        rest = left_s - 20.0 - SWITCH_S
+        if rest > 0 and 20.0 + rest / 0.9 >= (1 - TIE) * left_s:
             assert choose(found, outlook).step_s == 0.9
         else:
             with pytest.raises(PlanInfeasible, match=f"for the {left_s:g} s that are left"):
