@@ -105,6 +105,10 @@ def pipeline_cut(places: tuple[Place, ...], costs: Iterable[StageCost], profile:
     return Cut(places=places, stages=tuple(times), message_s=messages_s(places, profile))
 
 
+#: Most replays that are kept: each set of rates of slow workers adds some.
+_MOST_KEPT = 20_000
+
+
 class Replays:
     """Step estimates under one profile, whatever its memory; remembers the pipelines it has
     replayed.
@@ -239,6 +243,9 @@ class Replays:
         )
 
     def _replay(self, questions: Sequence[Question]) -> None:
+        if len(self._computed) > _MOST_KEPT:
+            for kept in (self._computed, self._replayed, self._cuts, self._costs, self._ends):
+                kept.clear()
         unknown = dict.fromkeys(q for q in questions if q not in self._computed)
         self._computed.update(computed_s(unknown, self._replayed))
 

@@ -256,12 +256,16 @@ def _candidates(
     live = change.leaving.union(change.live)
     if not live.issuperset(change.plan.nodes) and not to_gain:
         return _forced(courses, change)
+    try:
+        now_s = staying_s(situation(change))
+    except PlanInfeasible:  # the running plan does not fit the nodes as they are known now
+        return _forced(courses, change)
     kept = with_following(change.plan, change)
     return Candidates(
         courses=tuple(courses),
         live=len(change.live),
         staying=Staying(
-            step_s=staying_s(situation(change)),
+            step_s=now_s,
             weight=splitting_weight(change.plan),
             guarantee=min(can_lose(kept), change.fault_tolerance),
             exposure=Exposure.of(kept, racks=change.racks),
