@@ -99,7 +99,8 @@ class _Multiply(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, recipe: Recipe) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        # A frozen weight needs no input in the backward.
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         ctx.recipe = recipe
         left = _rounded(x.flatten(0, -2), _E4M3, recipe, rowwise=recipe.rowwise)
         right = _rounded(weight, _E4M3, recipe, rowwise=recipe.rowwise)
@@ -117,7 +118,7 @@ class _Multiply(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             left = _rounded(rows, recipe.gradient, recipe, rowwise=recipe.rowwise)
             right = _rounded(weight.t(), _E4M3, recipe, rowwise=recipe.rowwise_backward)
-            of_x = _product(left, right).view(x.shape)
+            of_x = _product(left, right).view(*gradient.shape[:-1], weight.shape[1])
         if ctx.needs_input_grad[1]:
             inputs = x.flatten(0, -2)
             found = weight_gradient(inputs, rows, recipe)
@@ -160,7 +161,9 @@ def _product(
     else:
         after = by_a * by_b
         by_a = by_b = after.new_ones(())
-    found = torch._scaled_mm(
-        *(a, b.t()), scale_a=by_a, scale_b=by_b, out_dtype=torch.bfloat16, use_fast_accum=fast
-    )
+    # On a CPU torch widens and scales the factors first, and autocast would round them again.
+    with torch.autocast(a.device.type, enabled=False):
+        found = torch._scaled_mm(
+            *(a, b.t()), scale_a=by_a, scale_b=by_b, out_dtype=torch.bfloat16, use_fast_accum=fast
+        )
     return found if after is None else found.mul_(after)

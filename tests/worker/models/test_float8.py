@@ -143,6 +143,41 @@ def test_what_does_not_fit_is_multiplied_as_in_bf16() -> None:
 
 
 @recipes
+def test_weights_under_autocast_are_rounded_once(recipe: Float8Recipe) -> None:
+    """Those of a user's model are in float32. Autocast rounds neither them nor the product."""
+    layer = nn.Linear(32, 16, bias=False)
+    narrow_products(layer, RECIPES[recipe])
+    x, gradient = torch.randn(32, 32).bfloat16(), torch.randn(32, 16).bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        output, of_x, (of_weight,) = passed(layer, x, gradient)
+    expected = float8.output(x, layer.weight.detach(), recipe)
+    by_x, by_weight = float8.gradients(x, layer.weight.detach(), gradient, recipe)
+    assert torch.equal(output, expected.bfloat16())
+    torch.testing.assert_close(of_x.float(), by_x, **CLOSE)
+    torch.testing.assert_close(of_weight, by_weight, **CLOSE)
+
+
+def test_a_frozen_layer_keeps_no_input() -> None:
+    layer = nn.Linear(32, 48).requires_grad_(False)
+    narrow_products(layer, RECIPES["tensorwise"])
+    kept: list[torch.Size] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor.shape)
+        return tensor
+
+    x = torch.randn(2, 8, 32).bfloat16().requires_grad_()
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
+    ):
+        output = layer(x)
+    assert kept == [layer.weight.shape]
+    output.backward(torch.ones_like(output))
+    assert x.grad.shape == x.shape
+
+
+@recipes
 def test_numbers_that_are_not_finite_are_not_hidden(recipe: Float8Recipe) -> None:
     layer = narrow(Linear(32, 32), recipe)
     for odd in (float("inf"), float("nan")):
