@@ -12,6 +12,18 @@ from oobleck.core.job.spec import Float8Recipe
 from oobleck.model import Model
 from oobleck.worker.models.base import TransposedLinear
 
+#: A model of transformers, whose first weights are large enough for float8 to matter.
+LLAMA, LENGTH, WORDS = "LlamaForCausalLM", 16, 32
+CONFIG = {
+    "initializer_range": 0.3,
+    "vocab_size": WORDS,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "max_position_embeddings": LENGTH,
+    "pad_token_id": None,
+}
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
@@ -43,7 +55,8 @@ def gradients(
     if recipe == "rowwise_with_gw_hp" or len(x) % 16:
         return of_x, gradient.float().t() @ x.float()
     left = rounded(gradient.t(), recipe, kind, whole=False)
-    return of_x, left @ rounded(x.t(), recipe, E4M3, whole=False).t()
+    by_weight = left @ rounded(x.t(), recipe, E4M3, whole=False).t()
+    return of_x, by_weight.bfloat16().float()
 
 
 class _Linear(torch.autograd.Function):
@@ -51,7 +64,8 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, recipe: Float8Recipe) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.recipe = recipe
-        found = output(x.flatten(0, -2), weight, recipe).bfloat16()
+        with torch.autocast("cpu", enabled=False):
+            found = output(x.flatten(0, -2), weight, recipe).bfloat16()
         return found.reshape(*x.shape[:-1], -1)
 
     @staticmethod
@@ -86,6 +100,31 @@ class Points:
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         return torch.full((32,), index / 64), torch.tensor(index / 64)
+
+
+class Texts:
+    """Rows of tokens, and the next ones, for the model below."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        draws = torch.Generator().manual_seed(index)
+        tokens = torch.randint(WORDS, (LENGTH + 1,), generator=draws)
+        return tokens[:-1], tokens[1:]
+
+
+def llama() -> Model:
+    """The model of transformers, whose loss of a row is the mean over its tokens."""
+    from oobleck.worker.models.huggingface.causal_lm import causal_lm
+
+    made = causal_lm(LLAMA, CONFIG, sequence_length=LENGTH)
+
+    def loss(output: Tensor, targets: Tensor) -> Tensor:
+        sums, counts = made.loss(output, targets)
+        return sums / counts
+
+    return Model(layers=made.layers, loss=loss)
 
 
 def chain(sizes: list[list[int]]) -> Model:

@@ -20,11 +20,12 @@ def plain_loop(
     dtype: torch.dtype,
     *,
     drawing: bool = False,
+    narrow: bool = False,
     recipe: Float8Recipe | None = None,
     steps: int = STEPS,
 ) -> tuple[list[float], nn.Sequential]:
     """Trains all layers in one process; the losses. `drawing`: layers are seeded as workers do;
-    `recipe`: of products in float8, but for the last layer's."""
+    `narrow`: as bf16 jobs compute; `recipe`: of products in float8, but for the last layer's."""
     net = initial(make, SEED).to(dtype)
     if recipe is not None:
         emulate(net[:-1], recipe, dtype)
@@ -35,7 +36,7 @@ def plain_loop(
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95), eps=1e-8)
     found = []
-    size = MICROBATCH if drawing or recipe else BATCH
+    size = MICROBATCH if drawing or narrow else BATCH
     for step in range(1, steps + 1):
         rows = [data[int(i)] for i in order.of_step(SEED, step, range(BATCH), BATCH)]
         optimizer.zero_grad()
@@ -47,9 +48,9 @@ def plain_loop(
             for number, layer in enumerate(net):
                 if drawing:
                     seed_all(SEED, "forward", step, first, number)
-                with torch.autocast("cpu", torch.bfloat16, enabled=recipe is not None):
+                with torch.autocast("cpu", torch.bfloat16, enabled=narrow):
                     inputs = layer(inputs)
-                inputs = inputs if recipe is None else inputs.float()
+                inputs = inputs.float() if narrow else inputs
             mean = loss(inputs, targets).mean() * (size / BATCH)
             mean.backward()
             total += mean.item()

@@ -4,9 +4,10 @@ import copy
 import dataclasses
 import functools
 import importlib
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from oobleck.core.job.code import Json
 from oobleck.core.job.file import parse_job
 from oobleck.core.job.model import OwnModelSpec
 from oobleck.core.job.spec import Float8Recipe, JobSpec
+from oobleck.model import Model
 from oobleck.worker.describe import look_at
 from oobleck.worker.models.base import (
     DeferredGradients,
@@ -271,14 +273,10 @@ def test_what_stays_in_bfloat16_is_said_where_a_job_is_submitted(
     assert all(line.startswith(start) for line, start in zip(found, said, strict=True)), found
 
 
-@recipes
-@pytest.mark.usefixtures("_allowed")
-def test_a_model_of_ones_own_trains_as_in_a_plain_loop(
-    recipe: Float8Recipe, warm: WarmWorkers, monkeypatch: pytest.MonkeyPatch
+def check_training(
+    warm: WarmWorkers, job: JobSpec, make: Callable[[], Model], data: Any, *, rtol: float
 ) -> None:
-    folder = ROOT / "examples"
-    monkeypatch.syspath_prepend(folder)
-    job = own("tagger:tagger", "width: 16, blocks: 2", folder, "tagger:Sentences", recipe)
+    """Losses by workers are those of the formula, and not those of bfloat16."""
     assert isinstance(job.model, OwnModelSpec)
     known = look_at(job, always=False).descriptions["model"]
     job = dataclasses.replace(job, model=dataclasses.replace(job.model, described=Json(known)))
@@ -288,8 +286,33 @@ def test_a_model_of_ones_own_trains_as_in_a_plain_loop(
         cluster.assign(plan)
         cluster.wait_finished(plan)
         cluster.stop()
-        losses = cluster.losses()
+        losses = [*cluster.losses().values()]
+    recipe, steps = job.training.fp8_recipe, job.training.steps
+    loop = functools.partial(plain_loop, make, data, torch.float32, narrow=True, steps=steps)
+    assert losses == pytest.approx(loop(recipe=recipe)[0], rel=rtol)
+    assert losses != pytest.approx(loop()[0], rel=rtol)
+
+
+@recipes
+@pytest.mark.usefixtures("_allowed")
+def test_a_model_of_ones_own_trains_as_in_a_plain_loop(
+    recipe: Float8Recipe, warm: WarmWorkers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = ROOT / "examples"
+    monkeypatch.syspath_prepend(folder)
+    job = own("tagger:tagger", "width: 16, blocks: 2", folder, "tagger:Sentences", recipe)
     tagger = importlib.import_module("tagger")
     make = functools.partial(tagger.tagger, width=16, blocks=2)
-    expected, _ = plain_loop(make, tagger.Sentences(), torch.float32, recipe=recipe, steps=4)
-    assert list(losses.values()) == pytest.approx(expected, rel=2e-3)
+    check_training(warm, job, make, tagger.Sentences(), rtol=2e-5)
+
+
+@pytest.mark.usefixtures("_allowed")
+def test_a_model_of_transformers_trains_as_in_a_plain_loop(warm: WarmWorkers) -> None:
+    job = own("support.float8:chain", "", ROOT / "tests", "support.float8:Texts", "rowwise")
+    model = OwnModelSpec(
+        architecture=float8.LLAMA,
+        config=Json(json.dumps(float8.CONFIG)),
+        sequence_length=float8.LENGTH,
+    )
+    job = dataclasses.replace(job, model=model)
+    check_training(warm, job, float8.llama, float8.Texts(), rtol=1e-4)
