@@ -46,13 +46,15 @@ def check(job: JobSpec, device: torch.device) -> None:
 
 
 def _no_float8(job: JobSpec, device: torch.device) -> str:
-    """Return why the device lacks the job's products in float8; empty: it has them. One is tried,
-    as kernels depend on the build of torch."""
+    """Return why the device lacks the job's products in float8; empty: it has them. They are tried,
+    backward too, as kernels depend on the build of torch."""
     if why := no_float8(device):
         return why
-    factor = torch.zeros(FLOAT8_MULTIPLE, FLOAT8_MULTIPLE, dtype=torch.bfloat16, device=device)
+    size = FLOAT8_MULTIPLE, FLOAT8_MULTIPLE
+    factor = torch.zeros(size, dtype=torch.bfloat16, device=device, requires_grad=True)
     try:
-        multiply(factor, factor, RECIPES[job.training.fp8_recipe])
+        product = multiply(factor, factor, RECIPES[job.training.fp8_recipe])
+        torch.autograd.grad(product, factor, torch.zeros_like(product))
     except RuntimeError as error:
         reason = str(error).partition("\n")[0]
         return f"torch {torch.__version__} has none for this device ({reason})"

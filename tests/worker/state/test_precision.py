@@ -57,11 +57,16 @@ def test_blocks_and_head_compute_with_a_rounded_copy_of_their_version(make_job):
         state.apply(version + 1, scale=1.0)
 
 
-def test_a_torch_without_products_in_float8_is_the_nodes_fault(make_job, monkeypatch):
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_torch_without_products_in_float8_is_the_nodes_fault(backward, make_job, monkeypatch):
+    """Those of the backward alone, or all."""
     job = make_job(precision="fp8", fp8_recipe="rowwise")
     check(job, CPU)
+    known = torch._scaled_mm
 
-    def lacks(*given, **more):
+    def lacks(*given, use_fast_accum, **more):
+        if backward and use_fast_accum:
+            return known(*given, use_fast_accum=True, **more)
         raise NotImplementedError("no kernel for 'aten::_scaled_mm'\nand more")
 
     monkeypatch.setattr(torch, "_scaled_mm", lacks)
