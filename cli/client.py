@@ -146,7 +146,7 @@ class MasterClient:
         self.close()
 
     def share(self, name: str) -> "MasterClient":
-        """Use one connection with the clients of that name and these credentials; return this one.
+        """Share one connection with other clients of that name and these credentials; return self.
         Call it before any other method. At most three of them may read streams."""
         self._name = name
         return self

@@ -47,8 +47,8 @@ def open_aio_channel(endpoint: Endpoint, options: Options) -> grpc.aio.Channel:
 
 
 class Channels:
-    """Channels of this process. Those of one name and endpoint are one, open until its last user
-    leaves it."""
+    """Channels of this process. Users of one name and endpoint share a channel, which is closed
+    when the last of them leaves."""
 
     def __init__(self, options: Options) -> None:
         self._options = options

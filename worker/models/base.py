@@ -319,7 +319,7 @@ class Deferring(nn.Module):
 
 
 def narrow_products(module: nn.Module, recipe: float8.Recipe) -> None:
-    """Have the linear layers of `module` multiply in float8, as far as its kernels fit them."""
+    """Have the linear layers of `module` multiply in float8, if their sizes fit its kernels."""
     split_linear(module)  # compiled ones, too
     for part in module.modules():
         if isinstance(part, Deferring) and float8.takes(part.weight):

@@ -29,10 +29,10 @@ _E4M3, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 class Recipe:
     """Types and scales of the factors of a linear layer's three products."""
 
-    #: True: one scale per row of the left factor and per column of the right one. Then all scales
-    #: are rounded down to powers of two. False: one per factor.
+    #: True: one scale per row of the left factor and per column of the right one, and all scales
+    #: are rounded down to powers of two. False: one scale per factor.
     rowwise: bool
-    #: The same of the weight, where the input's gradient is made.
+    #: Whether the weight has one scale per column in the product that is the input's gradient.
     rowwise_backward: bool
     #: Type of the output's gradient; the other factors are in e4m3.
     gradient: torch.dtype
@@ -105,7 +105,7 @@ class _Multiply(torch.autograd.Function):
         left = _rounded(x.flatten(0, -2), _E4M3, recipe, rowwise=recipe.rowwise)
         right = _rounded(weight, _E4M3, recipe, rowwise=recipe.rowwise)
         found = _product(left, right, fast=True)
-        # No view, which nobody could change in place.
+        # A view of a function's result could not be changed in place.
         whole: Tensor = torch.ops.aten._unsafe_view(found, (*x.shape[:-1], len(weight)))
         return whole
 
@@ -129,7 +129,7 @@ class _Multiply(torch.autograd.Function):
 def _rounded(
     factor: Tensor, dtype: torch.dtype, recipe: Recipe, *, rowwise: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return `factor` (rows, summed) in float8, and what its numbers are to be multiplied with:
+    """Return `factor` (rows, summed), scaled and in float8, and the reciprocals of its scales:
     (rows, 1) if `rowwise`, else (1, 1)."""
     summed = 1 if rowwise else (0, 1)
     largest = torch.linalg.vector_norm(factor, math.inf, dim=summed, keepdim=True)

@@ -256,8 +256,8 @@ def _allowed() -> Iterator[None]:
         (
             "[32, 48], [48, 20], [20, 20]",
             [
-                "layer 1 (Linear): multiplies itself [20, 48] in bfloat16: fp8 takes weights",
-                "layer 2 (Linear): multiplies itself [20, 20] in bfloat16: fp8 takes weights",
+                "layer 1 (Linear): multiplies with its weight [20, 48] in bfloat16: fp8",
+                "layer 2 (Linear): multiplies with its weight [20, 20] in bfloat16: fp8",
             ],
         ),
         ("[32, 20]", ["training.precision: fp8 is for nn.Linear layers whose sizes are"]),

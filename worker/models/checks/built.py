@@ -81,17 +81,18 @@ def look_at_float8(spec: OwnModelSpec, layers: Sequence[int], seed: int) -> list
     for layer in layers:
         module = build(spec, layer, seed)
         linear = {name: one for name, one in module.named_modules() if type(one) is nn.Linear}
-        odd = [name for name, one in linear.items() if not takes(one.weight)]
+        odd = {name: one.weight for name, one in linear.items() if not takes(one.weight)}
         fits |= len(odd) < len(linear)
         if odd:
-            shape = list(linear[odd[0]].weight.shape)
+            name, weight = next(iter(odd.items()))
             more = f" and {len(odd) - 1} more" if len(odd) > 1 else ""
             problems.append(
                 Problem(
                     where=f"layer {layer} ({type(module).__name__})",
                     sentence=(
-                        f"multiplies {odd[0] or 'itself'} {shape}{more} in bfloat16: fp8 takes "
-                        f"weights whose sizes are multiples of {FLOAT8_MULTIPLE}"
+                        f"multiplies with {name or 'its weight'} {list(weight.shape)}{more} in "
+                        f"bfloat16: fp8 takes weights whose sizes are multiples of "
+                        f"{FLOAT8_MULTIPLE}"
                     ),
                     warning=True,
                 )
