@@ -136,3 +136,9 @@ def chain(sizes: list[list[int]]) -> Model:
         ],
         loss=lambda output, target: (output[:, 0] - target).square(),
     )
+
+
+def normed() -> Model:
+    """Layers whose weights are made of other parameters."""
+    layers = [lambda: nn.utils.weight_norm(nn.Linear(32, 32)), partial(nn.Linear, 32, 1)]
+    return Model(layers=layers, loss=lambda output, target: (output[:, 0] - target).square())

@@ -360,8 +360,13 @@ def split_linear(module: nn.Module) -> None:
     Layers that may compute something else stay as they are: subclasses, and those whose weight is
     made of other parameters, as by weight_norm."""
     for part in module.modules():
-        if type(part) is nn.Linear and "weight" in part._parameters:
+        if is_plain(part):
             part.__class__ = _SplitLinear
+
+
+def is_plain(part: nn.Module) -> bool:
+    """Return whether `part` is a linear layer of torch whose weight is a parameter."""
+    return type(part) is nn.Linear and "weight" in part._parameters
 
 
 class TransposedLinear(Linear):

@@ -273,6 +273,14 @@ def test_what_stays_in_bfloat16_is_said_where_a_job_is_submitted(
     assert all(line.startswith(start) for line, start in zip(found, said, strict=True)), found
 
 
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
+@pytest.mark.usefixtures("_allowed")
+def test_a_model_without_a_weight_that_fits_is_refused() -> None:
+    job = own("support.float8:normed", "", ROOT / "tests", "support.float8:Points")
+    (found,) = look_at(job, always=False).problems
+    assert str(found).startswith("training.precision: fp8 is for nn.Linear layers whose")
+
+
 def check_training(
     warm: WarmWorkers, job: JobSpec, make: Callable[[], Model], data: Any, *, rtol: float
 ) -> None:

@@ -21,7 +21,7 @@ from oobleck.core.job.description import Tie
 from oobleck.core.job.model import OwnModelSpec
 from oobleck.core.job.spec import FLOAT8_MULTIPLE, Precision
 from oobleck.worker.models import own
-from oobleck.worker.models.base import is_hooked
+from oobleck.worker.models.base import is_hooked, is_plain
 from oobleck.worker.models.checks.rows import same
 from oobleck.worker.models.float8 import takes
 from oobleck.worker.runtime import code
@@ -80,9 +80,9 @@ def look_at_float8(spec: OwnModelSpec, layers: Sequence[int], seed: int) -> list
     problems, fits = list[Problem](), False
     for layer in layers:
         module = build(spec, layer, seed)
-        linear = {name: one for name, one in module.named_modules() if type(one) is nn.Linear}
-        odd = {name: one.weight for name, one in linear.items() if not takes(one.weight)}
-        fits |= len(odd) < len(linear)
+        weights = {name: one.weight for name, one in module.named_modules() if is_plain(one)}
+        odd = {name: weight for name, weight in weights.items() if not takes(weight)}
+        fits |= len(odd) < len(weights)
         if odd:
             name, weight = next(iter(odd.items()))
             more = f" and {len(odd) - 1} more" if len(odd) > 1 else ""
