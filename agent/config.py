@@ -104,7 +104,10 @@ class AgentConfig:
 
     def __post_init__(self) -> None:
         check_name(self.name, "node")
-        check_rack(self.rack)
+        try:
+            check_rack(self.rack)
+        except ValueError as error:
+            raise ValueError(f"--rack or OOBLECK_RACK: {error}") from error
         if self.worker_slots < 1:
             raise ValueError(
                 f"--workers-per-node {self.worker_slots}: a node needs at least one worker"

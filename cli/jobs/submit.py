@@ -159,6 +159,11 @@ def adopt(job_id: str, master: Endpoint) -> None:
 
 def _save(connection: MasterClient, job_id: str) -> None:
     state = connection.job(job_id).state
+    if state in ENDED:
+        raise CommandFailed(
+            f"no checkpoint: {job_id} is {state} and cannot take one; there is nothing to cancel",
+            FAILED,
+        )
     try:
         if state not in _TRAINS:
             raise CommandFailed(f"{job_id} is {state} and cannot take one", FAILED)

@@ -88,7 +88,9 @@ def _parse(number: int, words: list[str]) -> Host:
     given: dict[str, str] = {}
     for word in words[1:]:
         key, equals, value = word.partition("=")
-        if not (equals and value and key in _KEYS):
+        if key in _KEYS and not value:
+            raise ValueError(f"{word!r} has no value; write {key}=VALUE, or leave it out")
+        if not equals or key not in _KEYS:
             near = nearest(key, _KEYS)
             hint = f"did you mean {near}=?" if near else f"known keys are {', '.join(_KEYS)}"
             raise ValueError(f"{word!r} is not a known KEY=VALUE; {hint}")

@@ -57,9 +57,8 @@ class Costs:
         for one in fields(self):
             value = getattr(self, one.name)
             least, most = _LIMITS.get(one.name, (0, 1e15))
-            text = f"at most {most}" if one.name in _LIMITS else "a finite number"
             if not (math.isfinite(value) and least <= value <= most):
-                raise ValueError(f"{one.name} is {value!r}; give at least {least} and {text}")
+                raise ValueError(f"{one.name} is {value!r}; give at least {least} and at most {most:g}")
 
 
 def parse_costs(text: str) -> Costs:

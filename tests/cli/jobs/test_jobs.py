@@ -192,10 +192,16 @@ def test_status_shows_what_goes_on_first_and_counts_what_has_ended(
 
 def test_a_job_that_has_ended_is_not_cancelled() -> None:
     ended = pb.JobStatus(job_id="demo-1", state="failed")
-    with answering(CancelJob=lambda request: ended) as address:
-        done = run("cancel", "demo-1", "--master", address)
     told = "demo-1 had failed before; there is nothing to cancel\n"
+    with answering(
+        CancelJob=lambda request: ended, GetJob=lambda request: ended
+    ) as address:
+        done = run("cancel", "demo-1", "--master", address)
+        refused = run("cancel", "demo-1", "--checkpoint", "--master", address)
     assert (done.returncode, done.stdout, done.stderr) == (0, told, "")
+    assert refused.returncode == 1
+    why = "no checkpoint: demo-1 is failed and cannot take one; there is nothing to cancel\n"
+    assert refused.stderr == f"oobleck: {why}"
 
 
 def test_a_node_that_is_forgotten_while_its_drain_is_waited_for_is_told_of() -> None:

@@ -388,6 +388,7 @@ def test_alike_pipelines_are_planned_once() -> None:
         ('{"load_s": "x"}', 'line 1: load_s is "x"; give a number'),
         ('{"load_s": true}', "line 1: load_s is true; give a number"),
         ('{"load_s": NaN}', "line 1: load_s is nan; give at least 0"),
+        ('{"load_s": 1e16}', "line 1: load_s is 1e+16; give at least 0 and at most 1e+15"),
         ("{\n", "line 2: not JSON"),
         ("[1]", "line 1: give one JSON object"),
     ],
