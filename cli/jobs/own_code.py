@@ -18,9 +18,10 @@ import click
 
 from oobleck.cli.client import MasterClient
 from oobleck.core.job.code import Json
+from oobleck.core.job.family import decode_config
 from oobleck.core.job.file import format_job
-from oobleck.core.job.model import OwnModelSpec
-from oobleck.core.job.spec import JobSpec
+from oobleck.core.job.model import ModelSpec, OwnModelSpec
+from oobleck.core.job.spec import FLOAT8_MULTIPLE, JobSpec
 from oobleck.host.command import FAILED, USAGE, CommandFailed
 from oobleck.host.display import inline
 from oobleck.host.ipc.marker import Marker, with_last_line
@@ -129,7 +130,7 @@ def look_at(job: JobSpec, *, always: bool = False) -> Found:
     """Check the user's code of a job. `always`: run the model for real, however large it is."""
     own, optimizer = isinstance(job.model, OwnModelSpec), job.training.optimizer
     if not own and optimizer.code is None and not optimizer.no_decay:
-        return Found(job=job, problems=[], run=False)
+        return Found(job=job, problems=_left_in_bfloat16(job), run=False)
     if any(frame.f_globals.get("__name__") == _LOADER for frame, _ in traceback.walk_stack(None)):
         text = (
             "the module that the job names submits a job when it is imported, and every worker "
@@ -158,12 +159,38 @@ def look_at(job: JobSpec, *, always: bool = False) -> Found:
         text = f"model: its code ended the process that checked it ({last})"
         raise CommandFailed(text, USAGE)
     found = json.loads(ended.stdout)
-    problems = [Problem(**fields) for fields in found["problems"]]
+    problems = _left_in_bfloat16(job) + [Problem(**fields) for fields in found["problems"]]
     try:
         job = _given(job, found["descriptions"])
     except ValueError as error:
         raise CommandFailed(str(error), USAGE) from error
     return Found(job=job, problems=problems, run=found["run"])
+
+
+def _left_in_bfloat16(job: JobSpec) -> list[Problem]:
+    """Return a warning for each size of a built-in model with which an fp8 job multiplies in
+    bfloat16."""
+    if job.training.precision != "fp8" or not isinstance(job.model, ModelSpec):
+        return []
+    config = decode_config(job.model.config or "{}")
+    sizes = {key: config.get(key) or 0 for key in ("n_inner", "intermediate_size")}
+    if "num_key_value_heads" in config:
+        heads = config["num_attention_heads"]
+        width = config["head_dim"] or config["hidden_size"] // heads
+        sizes["num_attention_heads"] = width * heads
+        sizes["num_key_value_heads"] = width * (config["num_key_value_heads"] or heads)
+    return [
+        Problem(
+            where=f"model.config.{key}",
+            sentence=(
+                f"gives weights of size {size}, which multiply in bfloat16: fp8 takes weights "
+                f"whose sizes are multiples of {FLOAT8_MULTIPLE}"
+            ),
+            warning=True,
+        )
+        for key, size in sizes.items()
+        if size % FLOAT8_MULTIPLE
+    ]
 
 
 def with_description(job: JobSpec) -> JobSpec:

@@ -58,7 +58,9 @@ class Costs:
             value = getattr(self, one.name)
             least, most = _LIMITS.get(one.name, (0, 1e15))
             if not (math.isfinite(value) and least <= value <= most):
-                raise ValueError(f"{one.name} is {value!r}; give at least {least} and at most {most:g}")
+                raise ValueError(
+                    f"{one.name} is {value!r}; give at least {least} and at most {most:g}"
+                )
 
 
 def parse_costs(text: str) -> Costs:

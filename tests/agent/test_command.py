@@ -48,7 +48,7 @@ AGENT = [sys.executable, "-m", "oobleck.agent"]
         (["--master", "host:1", "--workers", "100000"], "a node has at most 1024"),
         (["--master", "host:1", "--memory-per-worker", "9999999999PiB"], "more than any host has"),
         (["--master", "host:1", "--name", "A B"], "node name 'A B' is not allowed"),
-        (["--master", "host:1", "--rack", "r 1"], "--rack or OOBLECK_RACK: rack 'r 1' is not allowed"),
+        (["--master", "host:1", "--rack", "r 1"], "--rack or OOBLECK_RACK: rack 'r 1' is not"),
         (["--master", "host:1", "--workers", "0"], "at least one worker"),
         (["--master", "host:1", "--workers-per-node", "0"], "at least one worker"),
         (["--master", "host:1", "--memory-per-worker", "lots"], "--memory-per-worker: 'lots'"),

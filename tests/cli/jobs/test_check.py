@@ -8,6 +8,7 @@ import yaml
 
 from oobleck.cli.jobs import own_code
 from oobleck.cli.jobs.job_file import read_job
+from oobleck.core.job.file import parse_job
 from support.commands import run
 from support.folders import ROOT
 from support.wheels import wheel_of
@@ -201,3 +202,21 @@ def test_code_that_ends_the_process_is_told_in_a_line(
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     assert told in line
+
+
+def test_sizes_of_a_built_in_model_that_stay_in_bfloat16_are_said() -> None:
+    config = "hidden_size: 64, num_hidden_layers: 2, num_attention_heads: 8"
+    model = "model: {{kind: llama, sequence_length: 8, config: {{{}}}}}"
+    rest = "data: {text: [a.txt]}\ntraining: {steps: 2, global_batch: 4, microbatch: 1, precision: "
+    keys = "num_key_value_heads: 1, intermediate_size: 100"
+    for more, precision, said in (
+        (keys, "fp8", {"intermediate_size": 100, "num_key_value_heads": 8}),
+        ("intermediate_size: 96", "fp8", {}),
+        (keys, "bf16", {}),
+    ):
+        text = f"name: one\n{model.format(f'{config}, {more}')}\n{rest}{precision}}}\n"
+        assert [str(problem) for problem in own_code.look_at(parse_job(text)).problems] == [
+            f"model.config.{key}: gives weights of size {size}, which multiply in bfloat16: fp8 "
+            "takes weights whose sizes are multiples of 16"
+            for key, size in said.items()
+        ]

@@ -193,9 +193,7 @@ def test_status_shows_what_goes_on_first_and_counts_what_has_ended(
 def test_a_job_that_has_ended_is_not_cancelled() -> None:
     ended = pb.JobStatus(job_id="demo-1", state="failed")
     told = "demo-1 had failed before; there is nothing to cancel\n"
-    with answering(
-        CancelJob=lambda request: ended, GetJob=lambda request: ended
-    ) as address:
+    with answering(CancelJob=lambda request: ended, GetJob=lambda request: ended) as address:
         done = run("cancel", "demo-1", "--master", address)
         refused = run("cancel", "demo-1", "--checkpoint", "--master", address)
     assert (done.returncode, done.stdout, done.stderr) == (0, told, "")
