@@ -248,8 +248,7 @@ def save_in_time(context: Context, job: Job) -> Decision | None:
     # A request that is not answered in that time is repeated: workers that have answered more than
     # this head knows of pass over the first.
     interval_s = questions.save_interval_s(context.state, job, context.now)
-    last = max(saves.checkpoint_at, saves.requested_at, job.started_at)
-    due = context.now + last + interval_s - job.seen.unix(context.now)
+    due = context.now + questions.until_save_s(job, context.now, interval_s)
     if context.now < due:
         return Decision(wake_at=due)
     number = saves.requested + 1

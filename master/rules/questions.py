@@ -71,6 +71,7 @@ def outlook(state: ClusterState, job: Job, now: float) -> Outlook:
     if last is not None and last.step_seconds > 0:
         progress = min(1.0, max(0.0, (unix - last.time) / last.step_seconds))
     left = max(1.0, job.spec.training.steps - done)
+    every, next_s = _saves(state, job, now)
     recent = [record.step_seconds for record in steps.recent]
     return Outlook(
         per_node_s=losses.per_node_s(job.spec.recovery.mtbf_s),
@@ -79,7 +80,8 @@ def outlook(state: ClusterState, job: Job, now: float) -> Outlook:
         left_steps=left,
         left_s=left * median(recent) if recent else None,
         behind_steps=max(0, done - saved_step),
-        every_steps=_steps_between_saves(state, job, now),
+        every_steps=every,
+        next_s=next_s,
         kept=SALVAGE * progress,
         transfers=job.lineage.transfers,
     )
@@ -88,6 +90,12 @@ def outlook(state: ClusterState, job: Job, now: float) -> Outlook:
 def racks_of_live(state: ClusterState) -> dict[NodeName, str]:
     """Return the label of each live node's rack; empty where it has none."""
     return {name: n.facts.rack for name, n in state.nodes.items() if n.registered}
+
+
+def until_save_s(job: Job, now: float, interval_s: float) -> float:
+    """Return the seconds until a checkpoint is due, so long after the last one or its request."""
+    last = max(job.saves.checkpoint_at, job.saves.requested_at, job.started_at)
+    return last + interval_s - job.seen.unix(now)
 
 
 def save_interval_s(state: ClusterState, job: Job, now: float) -> float:
@@ -106,15 +114,21 @@ def save_interval_s(state: ClusterState, job: Job, now: float) -> float:
     return min(max(best_interval_s(save_s, between_s), least_s), _MOST_INTERVAL_S)
 
 
-def _steps_between_saves(state: ClusterState, job: Job, now: float) -> float:
+def _saves(state: ClusterState, job: Job, now: float) -> tuple[float, float | None]:
+    """Return the steps between two checkpoints, and the seconds until the next one; None: steps
+    decide when it comes, or saves fail."""
     spec = job.spec.checkpoint
     if spec is None:
-        return _NEVER
+        return _NEVER, None
     if spec.every != "auto":
-        return spec.every
+        return spec.every, None
     recent = job.seen.steps.recent
     step_s = recent[-1].step_seconds if recent else 0.0
-    return max(1.0, save_interval_s(state, job, now) / step_s) if step_s else 1.0
+    if not step_s:
+        return 1.0, None
+    interval_s = save_interval_s(state, job, now)
+    due_s = None if job.saves.failure else max(0.0, until_save_s(job, now, interval_s))
+    return max(1.0, interval_s / step_s), due_s
 
 
 # ---- Holders of state

@@ -146,6 +146,9 @@ class Outlook(msgspec.Struct, frozen=True, kw_only=True):
     #: and infinity. By default a return undoes no step: nothing is known of checkpoints.
     behind_steps: float = 0.0
     every_steps: float = 0.0
+    #: Seconds until the next checkpoint where a clock decides, which no loss and no return turns
+    #: back; None: it comes `every_steps` after the newest one.
+    next_s: float | None = None
     #: Standstill of a return to a checkpoint, seconds.
     back_s: float = BACK_S
     #: Share of the broken step that is not done again.
@@ -169,11 +172,14 @@ class Outlook(msgspec.Struct, frozen=True, kw_only=True):
         cost = self.back_s * steps_per_s
         if not self.every_steps or ahead <= 0:
             return self.behind_steps + cost
-        if self.behind_steps > self.every_steps:  # saves fail
+        if self.next_s is None and self.behind_steps > self.every_steps:  # saves fail
             return self.behind_steps + min(ahead, self.every_steps) + cost
         if math.isinf(self.every_steps):
             return self.behind_steps + ahead + cost
-        first = max(self.every_steps - self.behind_steps, 0.0)
+        first = self.every_steps - self.behind_steps
+        if self.next_s is not None:
+            first = self.next_s * steps_per_s
+        first = max(first, 0.0)
         over = math.exp(-first / ahead)
         every = self.every_steps / ahead
         again = ahead - (self.every_steps / math.expm1(every) if every < 700 else 0.0)

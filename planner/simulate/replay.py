@@ -410,6 +410,7 @@ class Replay:
             left_s=None if left is None else left * seconds(self._step),
             behind_steps=self.account.fresh_steps,
             every_steps=every or math.inf,
+            next_s=seconds(self._save_due - self._now) if every else None,
             back_s=costs.load_s,
             kept=self._kept,
         )

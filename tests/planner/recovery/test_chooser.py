@@ -189,6 +189,29 @@ def test_a_return_undoes_the_steps_since_the_checkpoint_before_it(
     assert outlook.undone_steps(rate, wait) == pytest.approx(mean, rel=0.05, abs=0.02 * every)
 
 
+@given(
+    behind=st.floats(0, 50),
+    due_s=st.floats(0, 400),
+    every=st.floats(1, 100),
+    rate=st.floats(0.01, 2),
+    wait=st.floats(5, 500),
+)
+@settings(max_examples=20, deadline=None)
+def test_a_return_undoes_less_where_the_clock_soon_makes_a_checkpoint(
+    behind: float, due_s: float, every: float, rate: float, wait: float
+) -> None:
+    outlook = Outlook(behind_steps=behind, every_steps=every, next_s=due_s, back_s=0.0)
+    draw, undone = random.Random(3), 0.0
+    for _ in range(20_000):
+        event_s = draw.expovariate(1 / wait)
+        if event_s < due_s:
+            undone += behind + rate * event_s
+        else:
+            undone += math.fmod(rate * (event_s - due_s), every)
+    scale = every + behind + rate * min(due_s, wait)
+    assert outlook.undone_steps(rate, wait) == pytest.approx(undone / 20_000, abs=0.02 * scale)
+
+
 # ---- The choice
 
 
@@ -276,6 +299,17 @@ def test_last_holders_at_risk_cost_what_a_return_would_undo() -> None:
     unsaved = msgspec.structs.replace(saved, behind_steps=5000, every_steps=math.inf)
     assert choose(forced(risky, safe), saved).step_s == 1.0
     assert choose(forced(risky, safe), unsaved).step_s == 1.1
+
+
+def test_the_clock_of_checkpoints_decides_what_a_risk_costs() -> None:
+    risky, safe = course(1.0, exposure=ALONE), course(1.1, exposure=SAFE)
+    by_steps = msgspec.structs.replace(expecting(1000.0, 4), every_steps=50)
+    assert choose(forced(risky, safe), by_steps).step_s == 1.0
+    late = msgspec.structs.replace(by_steps, next_s=900.0)
+    assert choose(forced(risky, safe), late).step_s == 1.1
+    # Steps were shorter when more nodes were there, so that more were committed than `every_steps`.
+    soon = msgspec.structs.replace(by_steps, behind_steps=500, next_s=1.0)
+    assert choose(forced(risky, safe), soon).step_s == 1.0
 
 
 def test_nothing_voluntary_makes_a_step_longer_unless_more_nodes_can_be_lost() -> None:

@@ -5,6 +5,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from oobleck.core.job.spec import RecoveryPolicy
 from oobleck.core.profile import Profile
+from oobleck.planner.recovery.outlook import Outlook
 from oobleck.planner.recovery.terms import Terms
 from oobleck.planner.report.account import Result
 from oobleck.planner.report.report import make_report
@@ -19,7 +21,7 @@ from oobleck.planner.search.firstplan import node_specification
 from oobleck.planner.simulate.compare import compare, node_seconds, set_up
 from oobleck.planner.simulate.costs import Costs, parse_costs
 from oobleck.planner.simulate.replay import replay
-from oobleck.planner.simulate.shapes import Shapes
+from oobleck.planner.simulate.shapes import Outcome, Shapes
 from oobleck.planner.simulate.trace import Row, Trace, trace_of
 from support.profiles import LINKS, profile_of
 
@@ -498,3 +500,22 @@ def test_spares_stay_outside_until_a_node_is_lost_and_then_take_its_place() -> N
     times = [time for time, _ in replayed.curve]
     assert times == [0, 0, 10, 60, 120]
     assert replayed.curve[-1][1] == replayed.samples
+
+
+def test_a_return_turns_no_clock_of_checkpoints_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    outlooks: list[Outlook] = []
+    ask = Shapes.ask
+
+    def noted(self: Shapes, *asked: Any) -> Outcome:
+        outlooks.append(asked[5])
+        return ask(self, *asked)
+
+    monkeypatch.setattr(Shapes, "ask", noted)
+    step_s = shapes().first(NODES).step_s
+    costs = replace(COSTS, checkpoint_every_s=10 * step_s)
+    lost = [(13 * step_s, "remove", f"n{number}") for number in (1, 3, 5)]
+    # The clock goes on from the checkpoint at step 10; the return is at step 13.
+    found = result(trace(*lost), 19 * step_s, costs=costs)
+    assert found.account.returns == 1
+    back = next(outlook for outlook in outlooks if not outlook.behind_steps)
+    assert back.next_s == pytest.approx(7 * step_s, abs=0.001)
