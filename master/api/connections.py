@@ -42,7 +42,7 @@ MOST_WAITING = 4096
 MOST_OF_HOLDER = 48
 #: Waiting connections that one with a denied call counts as, until `REFUSED_S` after the last
 #: denial.
-DENIED_COUNTS_AS = 16
+DENIED_COUNTS_AS = 32
 #: Denials of a connection in a second, and at once: as many as there are methods.
 DENIED_PER_S, DENIED_AT_ONCE = 1.0, 32.0
 #: Sources that are refused at a time. Older kernels have a net.core.optmem_max of 20 KiB, for which
@@ -61,7 +61,7 @@ _NETWORK_BYTES = 8
 _LOOK_S = 1.0
 _BLIND_LOOK_S = 0.2
 _GLANCE_S = 0.05
-_GROWTH = 256
+_GROWTH = 64
 #: Time from a failed look to the next.
 _AGAIN_S = 10.0
 #: Time between two lines of the log about one source.
