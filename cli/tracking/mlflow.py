@@ -93,7 +93,7 @@ class MLflow:
         """Find how far the run is; a position without a run if there is none, or none any more."""
         try:
             at = msgspec.json.decode(self._path.read_bytes(), type=_Position)
-            if _remove_if_cut(self._path.parents[1] / STORE, at.run):
+            if at.run and _remove_if_cut(self._path.parents[1] / STORE, at.run):
                 return _Position()
             self._client.set_tag(at.run, _JOB, self._name)
         except (FileNotFoundError, msgspec.DecodeError):
