@@ -43,7 +43,7 @@ def join(context: Context, job: Job) -> Decision | None:
     if context.now < due:
         return Decision(wake_at=due, reason="nodes are about to join")
     try:
-        answer = next_plan(context, job, ready, next_generation(context, job), course.UNFORCED)
+        answer = next_plan(context, job, ready, next_generation(context, job), course.JOINED)
     except PlanInfeasible as infeasible:
         return _stay_idle("; ".join(infeasible.causes))
     found = answer.found

@@ -14,15 +14,18 @@ from oobleck.core.job.spec import JobSpec, RecoveryPolicy
 from oobleck.core.plan import Plan
 from oobleck.planner.recovery.rules import OF_OTHER_NODES, Next
 
-#: Policy of the wanted plan. `unforced`: templates, unless staying is better. `plain`: templates
-#: alone, where another policy failed. `anew`: the shape of a first plan, if that is worth it.
-#: `copies`: shadows behind an answer. `drained`: templates without nodes that train until then.
-PlanWanted = RecoveryPolicy | Literal["copies", "normalise", "anew", "unforced", "drained", "plain"]
+#: Policy of the wanted plan. `joined`, `settled`: templates, unless staying is better. `plain`:
+#: templates alone, where another policy failed. `anew`: the shape of a first plan, if that is worth
+#: it. `copies`: shadows behind an answer. `drained`: templates without nodes that train until then.
+PlanWanted = (
+    RecoveryPolicy | Literal["copies", "normalise", "anew", "joined", "settled", "drained", "plain"]
+)
 #: Moves state to where it is best before the next step; answers any change of the nodes.
 MOVING: RecoveryPolicy = "templates"
-#: Moves state likewise where nothing forces a change: nodes have joined, or the running plan is
-#: re-routed.
-UNFORCED: PlanWanted = "unforced"
+#: Moves state likewise where nothing forces a change: nodes have joined.
+JOINED: PlanWanted = "joined"
+#: The same behind a re-routed plan.
+SETTLED: PlanWanted = "settled"
 #: Does without nodes that are to be drained, in a job of any policy.
 WITHOUT_DRAINED: PlanWanted = "drained"
 #: Gives slow workers less to do; answers a change of rates, never a loss.
@@ -30,7 +33,9 @@ AROUND_SLOW: RecoveryPolicy = "uneven"
 #: Answers where another policy failed by an internal error.
 PLAIN: PlanWanted = "plain"
 #: Changes that are never forced.
-VOLUNTARY: frozenset[PlanWanted] = frozenset({AROUND_SLOW, UNFORCED, "copies", "normalise", "anew"})
+VOLUNTARY: frozenset[PlanWanted] = frozenset(
+    {AROUND_SLOW, JOINED, SETTLED, "copies", "normalise", "anew"}
+)
 
 #: Policy of a return to a checkpoint, whose state lets any plan be made.
 MORPH: RecoveryPolicy = "morph"
@@ -90,7 +95,7 @@ def behind_answer(then: Next) -> PlanWanted:
     """Return the policy of the plan to ask for where `then` follows an answer."""
     if then == _ADDS_HOLDERS:
         return "copies"
-    return UNFORCED if then == MOVING else then
+    return SETTLED if then == MOVING else then
 
 
 def is_tried_again(follow_up: PlanWanted) -> bool:

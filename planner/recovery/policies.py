@@ -92,8 +92,10 @@ def _by_purpose(change: Change, wanted: PlanWanted) -> Candidates:
             return around_slow(change)
         case "copies" | "normalise" as following:
             return behind(change, following)
-        case "unforced":
+        case "joined":
             return unforced(change)
+        case "settled":
+            return replace(unforced(change), by_value=True)
         case "drained":
             return drained(change)
         case "anew":
@@ -160,8 +162,7 @@ def unforced(change: Change) -> Candidates:
     """Return plans of templates where nothing forces a change: nodes have joined, or a re-routed
     plan trains. Raises PlanInfeasible."""
     found = by_templates(change)
-    made = _candidates(change, [found, *_anew_if_better(change, found)])
-    return replace(made, by_value=frozenset(change.plan.nodes).issuperset(change.live))
+    return _candidates(change, [found, *_anew_if_better(change, found)])
 
 
 def drained(change: Change) -> Candidates:

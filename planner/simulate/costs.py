@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 
+from oobleck.planner.recovery.chooser import SWITCH_S
 from oobleck.planner.recovery.outlook import SALVAGE
 
 #: Least and most of costs that are no seconds.
@@ -32,7 +33,7 @@ class Costs:
     #: Least time from a plan for a step boundary until workers are ready to switch.
     prepare_s: float = 0.0
     #: Switch to another plan at a step boundary, beside state that could not be copied ahead.
-    switch_s: float = 0.5
+    switch_s: float = SWITCH_S
     #: Start of a worker's process in place of a dead one.
     process_s: float = 1.5
     #: From a node's `add` until it can take part.

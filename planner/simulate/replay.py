@@ -299,7 +299,7 @@ class Replay:
         if due is not None and self._now < due:
             self._look_at = min([round(due), *later])
             return
-        if ready and self._propose(course.UNFORCED, (), self._fresh(), joining=True):
+        if ready and self._propose(course.JOINED, (), self._fresh(), joining=True):
             return
         if self._then is not None:
             if self._propose(course.behind_answer(self._then), (), self._fresh()):

@@ -23,9 +23,11 @@ from oobleck.planner.programs.transfer import plan_transfers
 from oobleck.planner.recovery import worth
 from oobleck.planner.recovery.answer import Answer, Change, Exposure, splitting_weight
 from oobleck.planner.recovery.chooser import CHANGE_S, SWITCH_S
+from oobleck.planner.recovery.course import JOINED, behind_answer
 from oobleck.planner.recovery.outlook import expecting
-from oobleck.planner.recovery.policies import answer, answers
+from oobleck.planner.recovery.policies import answer, answers, ask
 from oobleck.planner.recovery.reconfigure import can_lose
+from oobleck.planner.recovery.terms import after
 from oobleck.planner.recovery.worth import shadowed
 from oobleck.planner.search.shadows import with_shadows
 from oobleck.planner.search.templates import generate_templates
@@ -97,6 +99,20 @@ def test_state_that_takes_longer_moves_behind_a_plan_that_goes_on_at_once() -> N
     by_name = answer(asked, "templates")
     assert by_name.policy == "templates"
     assert by_name.stall_s >= 4.0
+
+
+@pytest.mark.parametrize("idle", [(), ("n9",)])
+def test_a_boundary_behind_a_re_route_goes_by_value_also_beside_an_idle_node(
+    idle: tuple[str, ...],
+) -> None:
+    """Where nodes join, a risk keeps none idle; the purpose says which of both it is."""
+    asked = change([4, 4], "n1", **SHORT)
+    routed = answer(asked, "auto")
+    assert routed.then is not None
+    following = after(asked, routed)
+    following = replace(following, live=(*following.live, *map(NodeName, idle)))
+    assert ask(following, behind_answer(routed.then)).by_value
+    assert not ask(following, JOINED).by_value
 
 
 def test_long_steps_are_not_made_longer_to_save_a_short_standstill() -> None:
