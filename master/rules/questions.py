@@ -75,6 +75,7 @@ def outlook(state: ClusterState, job: Job, now: float) -> Outlook:
     recent = [record.step_seconds for record in steps.recent]
     return Outlook(
         per_node_s=losses.per_node_s(job.spec.recovery.mtbf_s),
+        joins_per_s=losses.joins_per_s(recent[-1] if recent else 0.0),
         whole_rack=losses.rack_share(racks_of_live(state)),
         sizes=losses.sizes,
         left_steps=left,

@@ -1,12 +1,13 @@
 """The choice of an answer among candidates, by what is known at that moment. Pure, and quick.
 
 The planner makes candidates without knowing the time; this module weighs them. The value of a
-course is the number of steps that it is expected to commit until the next event or the job's end:
+course is the number of steps that it is expected to commit until the next change or the job's end:
 
-    value = integral of rate(t) exp(-t / wait) dt  -  P(an event takes the last holders) * undone
+    value = integral of rate(t) exp(-t / wait) dt  -  P(the change takes the last holders) * undone
 
-where `wait` is the expected time until the next event, and `undone` are the steps that a return to
-the checkpoint costs. Events are exponential, so what comes after the next one is alike for all.
+where `wait` is the expected time until the next change, an event or a join, and `undone` are the
+steps that a return to the checkpoint costs. Changes are exponential, so what comes after the next
+one is alike for all. A join ends what a course risks or gives away until then.
 
 Owns phases, values and the choice. Must not know how a candidate was made.
 """
@@ -161,9 +162,10 @@ def weighed_s(answer: Answer) -> float:
 def expected_steps(
     phases: Sequence[Phase], outlook: Outlook, nodes: int, *, until_s: float, undone: float
 ) -> float:
-    """Return the steps that are expected to be committed until the next event, at most until then,
-    less the `undone` steps of a return where the event takes last holders."""
-    wait_s = outlook.wait_s(nodes)
+    """Return the steps that are expected to be committed until the next change, at most until then,
+    less the `undone` steps of a return where it is an event that takes last holders."""
+    wait_s = outlook.change_s(nodes)
+    undone *= wait_s / outlook.wait_s(nodes)  # other changes are joins
     value = at = 0.0
     for phase in phases:
         end = min(at + phase.seconds, until_s)
@@ -216,7 +218,7 @@ def choose(found: Candidates, outlook: Outlook) -> Answer:
     ways = [course.phases(outlook, found.before, staying) for course in courses]
     # What a return undoes is alike for all, so that a faster course is never worse for it.
     fastest = max(phases[-1].steps_per_s for phases in ways)
-    undone = outlook.undone_steps(fastest, outlook.wait_s(found.live))
+    undone = outlook.undone_steps(fastest, outlook.change_s(found.live))
     until_s = math.inf
     if outlook.left_s is not None and staying is not None:
         # Estimates of the short steps of small models are rough.

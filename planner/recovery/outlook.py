@@ -29,6 +29,8 @@ TOGETHER_S, RACK_TOGETHER_S = 10.0, 60.0
 #: Most nodes whose time of loss is remembered, and most times until a return.
 _MOST_LOST = 4096
 _MOST_BACK = 32
+#: Seconds without a join that are counted beside those seen: one quick return says little.
+_PRIOR_VACANT_S = 600.0
 #: Least expected seconds of a transfer that says something, and bounds of the factor on these.
 _LEAST_SEEN_S, _LEAST_FACTOR, _MOST_FACTOR = 0.2, 0.25, 1000.0
 #: Seconds of a return to a checkpoint, beside the steps that it undoes.
@@ -58,6 +60,13 @@ class Losses(msgspec.Struct, kw_only=True):
     away: dict[NodeName, float] = {}
     #: Times in seconds after which the last lost nodes were back.
     back_s: list[float] = []
+    #: Number of lost nodes in whose place none has come yet, whatever its name; the seconds in
+    #: which there were some; and the number of times at which nodes came then, the newest at
+    #: `came_s`.
+    vacant: int = 0
+    vacant_s: float = 0.0
+    joins: float = 0.0
+    came_s: float = -math.inf
 
     def pass_time(self, now_s: float, live: int) -> None:
         """Note that so many nodes were live since the last change."""
@@ -66,12 +75,16 @@ class Losses(msgspec.Struct, kw_only=True):
             self.node_s = self.node_s * weight + live * (now_s - self.at_s)
             self.events = {size: number * weight for size, number in self.events.items()}
             self.whole_racks *= weight
+            vacant_s = now_s - self.at_s if self.vacant else 0.0
+            self.vacant_s = self.vacant_s * weight + vacant_s
+            self.joins *= weight
         self.at_s = now_s if self.at_s is None else max(self.at_s, now_s)
 
     def lose(self, node: NodeName, now_s: float, rack: str = "", left: int = 0) -> None:
         """Note a loss; time has passed until then. `rack`: the label of its rack, if it has one,
         where so many nodes are `left`."""
         self.away[node] = now_s
+        self.vacant += 1
         most_s = RACK_TOGETHER_S if rack in self.last_racks else TOGETHER_S
         if now_s - self.last_s > most_s:
             self.last, self.last_racks, self.last_whole = [], {}, False
@@ -97,6 +110,10 @@ class Losses(msgspec.Struct, kw_only=True):
         lost_s = self.away.pop(node, None)
         if lost_s is not None:
             self.back_s = [*self.back_s, max(0.0, now_s - lost_s)][-_MOST_BACK:]
+        if self.vacant:
+            self.vacant -= 1
+            self.joins += now_s - self.came_s > TOGETHER_S
+            self.came_s = now_s
 
     @property
     def median_back_s(self) -> float | None:
@@ -121,6 +138,13 @@ class Losses(msgspec.Struct, kw_only=True):
         """Return the expected events per node and second; `mtbf_s`: the prior."""
         return (self.seen + _PRIOR_EVENTS) / (self.node_s + _PRIOR_EVENTS * mtbf_s)
 
+    def joins_per_s(self, step_s: float) -> float:
+        """Return the expected rate at which nodes come in place of lost ones and take part, from
+        the boundary of a step of so many seconds on; 0: no place is vacant, or none has come."""
+        if not self.vacant or not self.joins:
+            return 0.0
+        return 1 / ((self.vacant_s + _PRIOR_VACANT_S) / self.joins + step_s / 2)
+
     @property
     def sizes(self) -> tuple[tuple[int, float], ...]:
         """Share of events that take no whole rack, by the number of nodes that one takes. An event
@@ -135,6 +159,8 @@ class Outlook(msgspec.Struct, frozen=True, kw_only=True):
 
     #: Expected events per node and second.
     per_node_s: float = 1 / MTBF_S
+    #: Expected joins per second, in place of lost nodes.
+    joins_per_s: float = 0.0
     #: Share of events that take a whole rack, and of the others by the number of nodes.
     whole_rack: float = 0.0
     sizes: tuple[tuple[int, float], ...] = ((1, 1.0),)
@@ -161,10 +187,14 @@ class Outlook(msgspec.Struct, frozen=True, kw_only=True):
         per_s = self.per_node_s * max(nodes, 1)
         return min(max(1 / per_s, _LEAST_WAIT_S), _MOST_WAIT_S) if per_s else _MOST_WAIT_S
 
-    def undone_steps(self, steps_per_s: float, wait_s: float) -> float:
-        """Return the expected steps that a return undoes or stands still for, at the next event.
+    def change_s(self, nodes: int) -> float:
+        """Return the expected seconds until the next event or join among so many nodes."""
+        return max(1 / (1 / self.wait_s(nodes) + self.joins_per_s), _LEAST_WAIT_S)
 
-        The event comes after an exponential time; each checkpoint on the way sets the count to 0.
+    def undone_steps(self, steps_per_s: float, wait_s: float) -> float:
+        """Return the expected steps that a return undoes or stands still for, at the next change.
+
+        It comes after an exponential time; each checkpoint on the way sets the count to 0.
         """
         ahead = steps_per_s * wait_s
         if self.left_steps is not None:

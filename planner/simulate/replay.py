@@ -404,6 +404,7 @@ class Replay:
         left = None if steps is None else max(1, steps - self.account.steps)
         return Outlook(
             per_node_s=losses.per_node_s(self._setting.mtbf_s),
+            joins_per_s=losses.joins_per_s(self._step_s),
             whole_rack=losses.rack_share(self._live_racks()),
             sizes=losses.sizes,
             left_steps=left,

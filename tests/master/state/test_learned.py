@@ -47,7 +47,10 @@ def test_losses_are_counted_and_known_after_a_restart() -> None:
     losses = player.state.losses
     assert sum(losses.events.values()) == pytest.approx(1.0, rel=1e-3)
     assert set(losses.away) == {"n3"}
-    player.play("10.0 restart\n11.0 reconnect n1 n2 n4 n5\n12.0 register n3\n")
+    player.play("10.0 restart\n11.0 reconnect n1 n2 n4 n5\n")
+    assert player.state.losses.vacant == 1, "a node whose session begins anew replaces none"
+    player.play("12.0 register n3\n")
+    assert (player.state.losses.vacant, round(player.state.losses.joins)) == (0, 1)
     assert player.state.losses.events == pytest.approx(losses.events, rel=1e-3)
     assert player.state.losses.back_s == [pytest.approx(10.0, abs=0.1)]
     # Whoever leaves in order does not fail.

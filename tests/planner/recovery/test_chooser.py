@@ -92,15 +92,18 @@ def drawn_steps(
     undone: float,
     rounds: int = 40_000,
 ) -> float:
-    """The mean over drawn events of the steps committed until then, less what a return undoes."""
+    """The mean over drawn events and joins of the steps committed until the first of them, less
+    what a return undoes."""
     draw, wait_s, total = random.Random(7), outlook.wait_s(nodes), 0.0
+    joins_per_s = outlook.joins_per_s
     for _ in range(rounds):
         event_s = draw.expovariate(1 / wait_s)
-        at, end = 0.0, min(event_s, until_s)
+        join_s = draw.expovariate(joins_per_s) if joins_per_s else math.inf
+        at, end = 0.0, min(event_s, join_s, until_s)
         for phase in phases:
             until = min(at + phase.seconds, end)
             total += phase.steps_per_s * max(0.0, until - at)
-            if at <= event_s < min(at + phase.seconds, until_s) and phase.exposure is not None:
+            if at <= event_s < min(at + phase.seconds, until_s, join_s) and phase.exposure:
                 sizes, shares = zip(*outlook.sizes, strict=True)
                 taken = draw.choices(sizes, shares)[0]
                 total -= undone * phase.exposure.share(((taken, 1.0),))
@@ -108,9 +111,12 @@ def drawn_steps(
     return total / rounds
 
 
+@pytest.mark.parametrize("joins_per_s", [0.0, 1 / 150.0])
 @pytest.mark.parametrize("until_s", [50.0, 400.0, math.inf])
-def test_a_value_is_the_mean_over_drawn_events(until_s: float) -> None:
-    outlook = Outlook(per_node_s=1 / (4 * 100.0), sizes=((1, 0.7), (2, 0.3)))
+def test_a_value_is_the_mean_over_drawn_events(until_s: float, joins_per_s: float) -> None:
+    outlook = Outlook(
+        per_node_s=1 / (4 * 100.0), joins_per_s=joins_per_s, sizes=((1, 0.7), (2, 0.3))
+    )
     phases = [
         Phase(seconds=20.0, steps_per_s=0.0, exposure=ALONE),
         Phase(seconds=90.0, steps_per_s=0.5, exposure=ALONE),
@@ -167,6 +173,15 @@ def test_holders_in_one_rack_are_at_risk_where_racks_fail() -> None:
     assert choose(forced(risky, safe), quiet).step_s == 1.0
     failing = msgspec.structs.replace(quiet, whole_rack=0.5)
     assert choose(forced(risky, safe), failing).step_s == 1.1
+
+
+def test_a_risk_counts_until_nodes_come_in_place_of_lost_ones() -> None:
+    """The plan that a join makes ends what another risks and what a longer step gives away."""
+    risky, safe = course(1.0, exposure=ALONE), course(1.1)
+    alone = msgspec.structs.replace(expecting(1000.0, 4), every_steps=math.inf, back_s=0.0)
+    assert choose(forced(risky, safe), alone).step_s == 1.1
+    awaited = msgspec.structs.replace(alone, joins_per_s=1 / 30.0)
+    assert choose(forced(risky, safe), awaited).step_s == 1.0
 
 
 @given(
@@ -463,6 +478,29 @@ def test_losses_of_a_rack_are_one_event_though_they_are_found_one_after_the_othe
     losses.pass_time(1000.0, 1)
     losses.lose(NodeName("f"), 1000.0, "y", 0)
     assert losses.whole_racks == pytest.approx(1, rel=0.01)
+
+
+def test_nodes_that_come_in_place_of_lost_ones_are_joins_to_expect() -> None:
+    losses = Losses()
+
+    def at(now_s: float) -> Losses:
+        losses.pass_time(now_s, 8)
+        return losses
+
+    at(0.0).come(NodeName("grown"), 0.0)
+    for node in "abc":
+        at(1000.0).lose(NodeName(node), 1000.0)
+    assert losses.joins_per_s(0.0) == 0, "a cluster that grew replaced nothing"
+    for seconds, node in ((2000.0, "a"), (2001.0, "new")):
+        at(seconds).come(NodeName(node), seconds)
+    once = losses.joins_per_s(0.0)
+    assert 1 / once == pytest.approx(1001.0 + 600.0, rel=0.02)
+    assert 1 / losses.joins_per_s(400.0) == pytest.approx(1 / once + 200.0)
+    assert at(20_000.0).joins_per_s(0.0) < once / 10
+    losses.come(NodeName("other"), 20_000.0)
+    assert losses.joins_per_s(0.0) == 0, "no place is vacant"
+    losses.lose(NodeName("d"), 20_000.0)
+    assert losses.joins_per_s(0.0) > 0
 
 
 def test_a_node_that_comes_and_goes_is_no_rack() -> None:
