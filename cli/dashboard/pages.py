@@ -1,5 +1,6 @@
 """Pages that stay up to date: Cluster, Job, Incident and Logs. Each lists its current parts."""
 
+import re
 import time
 from bisect import bisect_right
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -128,7 +129,14 @@ _MOST_INCIDENTS = 20
 #: Facts that the page shows elsewhere.
 _SHOWN = ("job", "state", "step", "loss", "speed", "incident", "can lose")
 #: Events that an incident tells.
-_OF_INCIDENT = ("node_lost", "worker_lost", "worker_late", "node_reset", "reconfigured")
+_OF_INCIDENT = (
+    "node_lost",
+    "worker_lost",
+    "worker_late",
+    "node_reset",
+    "rate_changed",
+    "reconfigured",
+)
 
 
 class JobBased(ClusterBased):
@@ -213,7 +221,7 @@ class JobPage(JobBased):
                 heading="Other events",
                 events=[
                     {"at": clock(event["time"]), "told": sentence(dict(event))}
-                    for event in _worth_telling(history)[:_MOST_EVENTS]
+                    for event in _worth_telling(job, history)[:_MOST_EVENTS]
                 ],
             ),
         ]
@@ -249,9 +257,11 @@ def _up_to_date(job: pb.JobStatus, history: JobHistory) -> pb.JobStatus:
     return found
 
 
-def _worth_telling(history: JobHistory) -> list[Mapping[str, Any]]:
+def _worth_telling(job: pb.JobStatus, history: JobHistory) -> list[Mapping[str, Any]]:
     """Return the events, newest first: of checkpoints the newest and the newest failure, because
-    there are many, and nothing of closed incidents, which the page shows by themselves."""
+    there are many, and nothing of closed incidents and slow workers of an open one, which the page
+    shows by themselves."""
+    named = re.findall(r"[^\s;,]+/\d+", open_incident(job))
     newest = {event["event"]: event for event in history.events}
     spans = [(one["opened_at"], one["closed_at"]) for one in history.incidents.values()]
 
@@ -260,6 +270,8 @@ def _worth_telling(history: JobHistory) -> list[Mapping[str, Any]]:
             case "checkpoint_saved" | "checkpoint_failed" as kind:
                 return event is newest[kind]
             case "incident":
+                return False
+            case "rate_changed" if f"{event['node']}/{event['slot']}" in named:
                 return False
             case kind:
                 within = any(begin <= event["time"] <= end for begin, end in spans)

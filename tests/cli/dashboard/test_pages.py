@@ -169,6 +169,42 @@ def test_running_jobs_and_open_incidents_come_first_and_the_rest_is_folded(tmp_p
     assert [text.count(trouble) for text in (shown, of_job)] == [1, 1], "an incident is told once"
 
 
+def test_a_slow_worker_is_told_once_on_its_jobs_page(tmp_path: Path) -> None:
+    told = "worker n2/0 (rank 1) computes at 0.50 of the others' pace; also slow: n3/1"
+    job = pb.JobStatus(job_id="demo-1", state="running", steps=5, incidents=2, last_incident=told)
+    slow = [
+        {"event": "rate_changed", "time": at, "node": node, "slot": slot, "rate": 0.5, "steps": 9}
+        | {"step_s": 0.2, "usual_s": 0.1}
+        for at, node, slot in ((5, "n1", 0), (50, "n2", 0), (51, "n3", 1), (52, "n3", 0))
+    ]
+    over = {"event": "incident", "incident": 1, "opened_at": 4, "closed_at": 6, "time": 6}
+    over |= {"summary": "worker n1/0 (rank 0) was slow", "outcome": "recovered"}
+    answers = {
+        "ListNodes": lambda _: pb.ListNodesReply(),
+        "ListJobs": lambda _: pb.ListJobsReply(jobs=[job]),
+        "Metrics": lambda _: iter(()),
+        "Events": lambda asked: iter(
+            [
+                pb.EventRecord(json=json.dumps({"id": n, **one}))
+                for n, one in enumerate([*slow, over] if asked.job_id else [], 1)
+            ]
+        ),
+    }
+    with (
+        answering(at_once=4, **answers) as address,
+        Dashboard(tmp_path, "--master", address) as dashboard,
+    ):
+        visitor = dashboard.visitor()
+
+        def shown() -> str:
+            page = visitor.get("/jobs/demo-1").text
+            return plain(re.sub("<title>.*?</title>", "", page))
+
+        until(lambda: "n3/0" in shown(), "the events")
+        told_of = [shown().count(worker) for worker in ("n1/0", "n2/0", "n3/1", "n3/0")]
+    assert told_of == [1, 1, 1, 1]
+
+
 def test_a_page_that_opens_its_stream_gets_what_has_changed_since(
     stand: Stand, viewer: Visitor
 ) -> None:
