@@ -6,10 +6,11 @@ from bench.support.client import ENDED, Record
 from bench.support.cluster import Cluster, LocalCluster
 from bench.support.daemons import alive
 
-_WAITS = ("hang", "stall", "meeting", "start-timeout", "profile-timeout")
+_WAITS = ("hang", "stall", "meeting", "replacement-grace", "start-timeout", "profile-timeout")
 #: While training is held up for a node that starts, nobody shall take it for a hang; no job shall
-#: start without a node that is slow to get ready, and have it join later; and none by the estimate
-#: where the measurement takes a minute. What comes once a minute comes every other second.
+#: start without a node that is slow to get ready, and have it join later, nor go on without a
+#: process that is slow to replace another; and none by the estimate where the measurement takes a
+#: minute. What comes once a minute comes every other second.
 PATIENT = (
     *(f"--master-flag=--{name}-s=100" for name in _WAITS),
     "--master-flag=--stand-by-s=2",
