@@ -1,5 +1,6 @@
 """The pins and their hashes: all that is installed here, and what Oobleck alone needs."""
 
+import json
 import re
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from support.audit import conclude
 from support.pins import BUILDS, DEVELOP, PINS, ROOT, RUN, closure, hashes, pinned
 
 HOW = "run 'make setup'; after a change of pyproject.toml or of a version also 'make lock'"
@@ -60,3 +62,27 @@ def test_pip_refuses_a_file_that_is_another_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["constraints.txt", "requirements.txt"])
 def test_hosts_get_the_release_s_own_pins(name: str) -> None:
     assert (ROOT / "cli" / "ssh" / name).read_text() == read(name)
+
+
+def test_an_audit_names_the_pins_that_no_index_knows_and_is_none_if_it_knows_none() -> None:
+    def told(**found: list[str] | None) -> tuple[bool, str]:
+        pins = [
+            {"name": name, "skip_reason": "not found"}
+            if ids is None
+            else {"name": name, "vulns": [{"id": one} for one in ids]}
+            for name, ids in found.items()
+        ]
+        return conclude(json.dumps({"dependencies": pins}), "pypi")
+
+    assert told(torch=[], click=[]) == (True, "no known vulnerability")
+    is_well, line = told(torch=[], own=None)
+    assert is_well
+    assert "no known vulnerability; not looked up" in line
+    assert line.endswith(": own")
+    is_well, line = told(torch=None, click=None)
+    assert not is_well
+    assert "ADVISORIES=osv" in line
+    is_well, line = told(torch=["CVE-1", "CVE-2"], own=None, click=[])
+    assert not is_well
+    assert "torch: CVE-1, CVE-2" in line
+    assert "click" not in line
