@@ -2,14 +2,38 @@
 change."""
 
 import shutil
+import sys
+import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TextIO
 
 from oobleck.cli.output.table import cut
 from oobleck.host.display import inline
 
 _BAR = 20
+#: Time after which somebody at a terminal is told what takes so long.
+_SILENT_S = 1.0
+
+
+@contextmanager
+def said_if_long(line: str) -> Iterator[None]:
+    """Print `line` to standard error, if that is a terminal and the block takes longer than a
+    second."""
+
+    def say() -> None:
+        sys.stderr.write(f"oobleck: {inline(line)}\n")
+        sys.stderr.flush()
+
+    timer = threading.Timer(_SILENT_S, say)
+    timer.daemon = True
+    if sys.stderr is not None and sys.stderr.isatty():
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 class OneLine:

@@ -1,6 +1,10 @@
 """`oobleck check`, and what a submit says of a model of the user's; no master is asked."""
 
 import json
+import os
+import pty
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -81,6 +85,29 @@ def test_a_submit_looks_too_and_asks_no_master_before(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = done.stderr.splitlines()
     assert line.startswith("oobleck: layer 1 (BatchNorm1d): row 0 of its output changes with the ")
+
+
+def test_somebody_at_a_terminal_is_told_what_takes_so_long(tmp_path: Path) -> None:
+    """The module waits until that was said."""
+    said = tmp_path / "said"
+    os.mkfifo(said)
+    source = (SUPPORT / "bad_models.py").read_text()
+    (tmp_path / "slow_models.py").write_text(f"{source}\nopen({str(said)!r}).close()\n")
+    path = Path(written(tmp_path, "plain"))
+    text = path.read_text().replace("bad_models", "slow_models")
+    path.write_text(text.replace(str(SUPPORT), str(tmp_path)))
+    main, other = pty.openpty()
+    command = [sys.executable, "-m", "oobleck.cli.main", "check", str(path)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=other, text=True)
+    os.close(other)
+    shown = ""
+    while "\n" not in shown:
+        shown += os.read(main, 1 << 16).decode()
+    said.open("w").close()
+    ended, _ = process.communicate()
+    os.close(main)
+    assert shown.startswith("oobleck: checking the code of the job")
+    assert ended.endswith("ok\n"), shown
 
 
 def test_code_that_ends_its_process_is_named(tmp_path: Path) -> None:
