@@ -45,7 +45,7 @@ from oobleck.master.rules.losses import why_not_forgotten
 from oobleck.master.rules.questions import profile_of_adopted
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.job import ENDED
-from oobleck.master.state.node import Node
+from oobleck.master.state.node import Drain, Node
 from oobleck.master.state.trust import Decide, Denied, check_caller
 from oobleck.master.storage.disk import StorageFailed
 from oobleck.master.storage.ledger import Ledger
@@ -210,9 +210,16 @@ class Requests:
         await self._ask(answer)
 
     async def drain(self, request_id: str, node: NodeName, reason: str, *, force: bool) -> None:
-        """Request the drain of a known node."""
+        """Request the drain of a known node; one that an operator drains like this is left as it
+        is."""
         event = NodeDrainRequested(node=node, request_id=request_id, reason=reason, force=force)
-        await self._about_node(event, lambda _: event)
+
+        def is_so(drain: Drain | None) -> bool:
+            if drain is None or drain.by != "operator":
+                return False
+            return reason in ("", drain.reason) and drain.force >= force
+
+        await self._about_node(event, lambda known: None if is_so(known.drain) else event)
 
     async def undrain(self, request_id: str, node: NodeName) -> None:
         """Make a known node take part again."""
@@ -237,13 +244,15 @@ class Requests:
     async def _about_node(
         self,
         asked: NodeDrainRequested | NodeUndrained,
-        event: Callable[[Node], Journaled],
+        event: Callable[[Node], Journaled | None],
     ) -> None:
         def answer(_: float) -> None:
             state = self._ledger.state
             # A lost node may be forgotten meanwhile.
-            if asked.node in state.nodes and asked.request_id not in state.node_requests:
-                self._ledger.journal(event(state.nodes[asked.node]))
+            if asked.node not in state.nodes or asked.request_id in state.node_requests:
+                return
+            if (found := event(state.nodes[asked.node])) is not None:
+                self._ledger.journal(found)
 
         await self._ask(answer)
 

@@ -1,6 +1,7 @@
 """What an operator is told who asks for a drain: whether the work can move, and if not why."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -117,6 +118,11 @@ def test_the_answer_waits_for_what_the_planner_says(
             assert (info.state, info.reason) == ("draining", f"an operator wants it so; {KEPT}")
             again = await control.DrainNode(pb.DrainNodeRequest(request_id="e", node="n2"))
             assert again.reason == info.reason
+            more = pb.DrainNodeRequest(request_id="f", node="n2", reason="a new fan")
+            await control.DrainNode(more)
+            events = [json.loads(one.json) async for one in control.Events(pb.EventsRequest())]
+            asked_for = [one["reason"] for one in events if one["event"] == "node_draining"]
+            assert asked_for == ["", "a new fan"], "the same again is no event"
 
     loops.run(play(), limit_s=480)
 
