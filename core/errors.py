@@ -13,6 +13,10 @@ class PlanInfeasible(ValueError):
         self.causes = causes
 
 
+class NoNodeReady(PlanInfeasible):
+    """Refusal to plan for no node at all; the second cause is the fix."""
+
+
 class ModelTooLarge(PlanInfeasible):
     """Model that is too large for any number of these nodes."""
 

@@ -41,6 +41,7 @@ from oobleck.planner.recovery.chooser import Candidates, choose
 from oobleck.planner.recovery.course import PLAIN, VOLUNTARY, PlanWanted
 from oobleck.planner.recovery.outlook import Outlook
 from oobleck.planner.report.planning import Planning
+from oobleck.planner.search.firstplan import node_specification, on_usable_gpus
 
 
 def predicted_bytes(job: Job, nodes: Sequence[Node]) -> Mapping[WorkerId, int]:
@@ -83,6 +84,33 @@ def never_fits(job: Job, nodes: Sequence[Node]) -> bool:
     except PlanInfeasible:
         pass
     return False
+
+
+def exceeds_profile(job: Job) -> str:
+    """Return why the job's model fits no number of nodes like those of the profile that the job
+    names; empty: it may fit, or the job names none."""
+    chosen = job.profiling.chosen
+    if chosen is None or chosen.profile is None:
+        return ""
+    resources, profile = job.spec.resources, chosen.profile
+    memory = resources.memory_per_worker_bytes or profile.gpu_memory_bytes
+    least = resources.min_nodes_per_pipeline
+    try:
+        node_specification(
+            on_usable_gpus(
+                replace(profile, gpu_memory_bytes=memory),
+                gpus=profile.gpus_per_node,
+                min_nodes=least,
+            ),
+            nodes=len(profile.layers),
+            fault_tolerance=0,
+            min_nodes=least,
+        )
+    except ModelTooLarge as infeasible:
+        return f"by its profile {'; '.join(infeasible.causes)}"
+    except PlanInfeasible:
+        pass
+    return ""
 
 
 def first_plan(planner: Planner, job: Job, nodes: Sequence[Node], generation: Generation) -> Plan:

@@ -16,7 +16,7 @@ from typing import Protocol
 
 import msgspec
 
-from oobleck.core.errors import ModelTooLarge, PlanInfeasible
+from oobleck.core.errors import ModelTooLarge, NoNodeReady, PlanInfeasible
 from oobleck.core.ids import Generation, NodeName
 from oobleck.core.job.spec import JobSpec
 from oobleck.core.plan import Plan, WorkerRate
@@ -55,7 +55,7 @@ class Machines:
         """Return the properties of the weakest of `nodes`, since any of them may get any stage.
         Raises PlanInfeasible."""
         if not nodes:
-            raise PlanInfeasible("no node is ready; start oobleck-agent on the machines to use")
+            raise NoNodeReady("no node is ready", "start oobleck-agent on the machines to use")
         limit = job.spec.resources.memory_per_worker_bytes
         return cls(
             worker_slots=nodes[0].facts.worker_slots,

@@ -26,7 +26,7 @@ from oobleck.master.events.jobs import (
 from oobleck.master.planning import client
 from oobleck.master.rules import questions
 from oobleck.master.rules.decision import Context, Decision, left_out
-from oobleck.master.rules.next_plan import getting_ready, wait
+from oobleck.master.rules.next_plan import getting_ready, wait, waits_for
 from oobleck.master.rules.plan_made import plan_made
 from oobleck.master.rules.questions import (
     is_away,
@@ -292,16 +292,21 @@ def start(context: Context, job: Job) -> Decision | None:
 
 
 def shortfall(state: ClusterState, job: Job) -> str:
-    """Describe the nodes that the cluster lacks for a job without a plan; empty: none, as far as is
-    known."""
+    """Describe the nodes that the cluster lacks for a job without a plan, or what failed it at
+    once; empty: nothing, as far as is known."""
+    if job.state == "failed":
+        return job.reason
     if job.current.made is not None or job.state in ENDED:
         return ""
     nodes = state.candidates(job)
     try:
         _check_enough(job, nodes)
     except PlanInfeasible as infeasible:
-        causes = "; ".join(infeasible.causes)
-        return causes if client.never_fits(job, nodes) else f"{causes}; the job waits until then"
+        causes = "; ".join(waits_for(state, infeasible))
+        if client.never_fits(job, nodes):
+            return causes
+        too_large = client.exceeds_profile(job) if not nodes else ""
+        return "; ".join([too_large] * bool(too_large) + [f"{causes}; the job waits until then"])
     return ""
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence, Set
 from contextlib import suppress
 from dataclasses import replace
 
-from oobleck.core.errors import PlanInfeasible
+from oobleck.core.errors import NoNodeReady, PlanInfeasible
 from oobleck.core.ids import Generation, JobId, NodeName
 from oobleck.core.job.spec import RecoveryPolicy
 from oobleck.core.plan import Plan
@@ -138,16 +138,11 @@ def wait(state: ClusterState, job: Job, infeasible: PlanInfeasible, *more: str) 
     slots = state.worker_slots(job) or 0
     connected = [node for node in state.nodes.values() if node.connected]
     others = [node for node in connected if node.facts.worker_slots != slots]
-    drained = [
-        n for n in connected if n.drain is not None and n.drain.by == "operator" and n.drain.done
-    ]
-    undrain = f"drained: {names(drained)} ('oobleck node undrain NODE' takes one back)"
     idle = f"kept idle: {names(others)}, because the job uses nodes with {count(slots, 'worker')}"
     causes = (
-        *infeasible.causes,
+        *waits_for(state, infeasible),
         *more,
         *([idle] if others else []),
-        *([undrain] if drained else []),
         *odd,
         *out,
         *([_BACK] if out else []),
@@ -156,6 +151,23 @@ def wait(state: ClusterState, job: Job, infeasible: PlanInfeasible, *more: str) 
     if job.state == "waiting for nodes" and job.reason == reason:
         return Decision(reason=reason)
     return Decision(actions=(JobWaiting(job_id=job.id, causes=causes),), reason=reason)
+
+
+def waits_for(state: ClusterState, infeasible: PlanInfeasible) -> list[str]:
+    """Return why a job waits for nodes, and how to give it some: drained ones may be enough."""
+    drained = [
+        node
+        for node in state.nodes.values()
+        if node.connected
+        and node.drain is not None
+        and node.drain.by == "operator"
+        and node.drain.done
+    ]
+    if not drained:
+        return [*infeasible.causes]
+    why, *fixes = infeasible.causes
+    undrain = f"drained: {names(drained)} ('oobleck node undrain NODE' takes one back)"
+    return [why, *([] if isinstance(infeasible, NoNodeReady) else fixes), undrain]
 
 
 def describe_left_out(nodes: Iterable[tuple[NodeName, str]]) -> list[str]:

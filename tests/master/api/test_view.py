@@ -11,9 +11,11 @@ from oobleck.core.job.spec import CheckpointSpec, DataPlane, TransportName
 from oobleck.host.detection import Detection
 from oobleck.master.api.view import job_status, node_info
 from oobleck.master.config import MasterConfig
+from oobleck.master.events.jobs import JobSubmitted
 from oobleck.master.rules.first_plan import shortfall
 from oobleck.planner.cost.estimate import worker_peak_bytes
 from oobleck.planner.profile.estimate import estimate_profile, flops_per_token
+from support.jobs import job_spec
 from support.scenario import UNIX, Player
 
 START = (
@@ -113,6 +115,35 @@ def test_what_the_cluster_lacks_for_a_job_is_told_until_it_starts() -> None:
     assert shortfall(player.state, large) == ""
     player.play("0.5 ready n1 n2 n3 n4\n0.7 enter 1 n1 n2 n3 n4\n1.0 close n3\n9.0 look\n")
     assert shortfall(player.state, large) == "", "a started one says itself what it waits for"
+
+
+def test_nodes_that_are_drained_are_told_instead_of_agents_to_start() -> None:
+    player = Player()
+    player.play("0.0 register n1 n2\n0.1 drain n1\n0.1 drain n2\n0.2 submit demo\n")
+    (job,) = player.state.jobs.values()
+    drained = "no node is ready; drained: n1, n2 ('oobleck node undrain NODE' takes one back)"
+    assert (job.state, job.reason) == ("waiting for nodes", drained)
+    assert shortfall(player.state, job) == f"{drained}; the job waits until then"
+
+
+def test_a_model_too_large_for_all_nodes_is_told_with_its_submission() -> None:
+    too_large = "the model does not fit on any number of nodes: a worker needs at least "
+    player = Player()
+    player.play("0.0 register n1 n2\n0.0 submit demo memory=1000\n0.1 submit other memory=1000\n")
+    for job in player.state.jobs.values():
+        assert job.state == "failed"
+        assert shortfall(player.state, job).startswith(too_large)
+
+    empty = Player()
+    spec = job_spec("demo")
+    profile = estimate_profile(spec, gpus_per_node=1, memory_per_worker_bytes=1 << 30)
+    for found in (profile, dataclasses.replace(profile, gpu_memory_bytes=1000)):
+        job_id = JobId(f"demo-{found.gpu_memory_bytes}")
+        empty._journal(JobSubmitted(job_id=job_id, request_id=job_id, spec=spec, profile=found))
+    fits, not_ever = (shortfall(empty.state, job) for job in empty.state.jobs.values())
+    assert fits.startswith("no node is ready; start oobleck-agent")
+    assert not_ever.startswith(f"by its profile {too_large}")
+    assert "; no node is ready; " in not_ever
 
 
 def test_steps_that_are_done_again_are_told_until_the_last_of_them() -> None:
