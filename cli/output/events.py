@@ -100,14 +100,15 @@ def sentence(record: dict[str, Any]) -> str:
         case {"event": "profiling", "workers": workers}:
             why = record.get("passed_over")
             over = f" (the stored profile is passed over: {why})" if why else ""
-            return f"profiling: {count(len(workers), 'worker')} measure the model{over}"
+            verb = "measures" if len(workers) == 1 else "measure"
+            return f"profiling: {count(len(workers), 'worker')} {verb} the model{over}"
         case {"event": "profile", "source": source, "reason": reason}:
             return f"profile: {source} ({reason})"
         case {"event": "checkpoint_saved", "step": step, "path": path}:
             size, span = format_bytes(record["bytes"]), seconds(record["seconds"])
             return f"checkpoint of step {step}: {path} ({size} in {span})"
         case {"event": "checkpoint_failed", "step": step, "reason": reason}:
-            return f"no checkpoint of step {step}: {reason}; training continues"
+            return f"no checkpoint of step {step}: {reason}; the job goes on"
         case {"event": "output_failed", "reason": reason}:
             return f"the result is kept, and writing it is retried: {reason}"
         case {"event": "resumed" | "restored"}:

@@ -287,7 +287,7 @@ def job_facts(job: pb.JobStatus) -> Iterator[tuple[str, str]]:
     if job.policy:
         yield "policy", job.policy
     if job.HasField("plan"):
-        made = f" by {job.plan_policy}" if job.plan_policy else ""
+        made = f" by policy {job.plan_policy}" if job.plan_policy else ""
         then = f", then {job.then} at a step boundary" if job.then else ""
         so_far = f"{count(job.reconfigurations, 'reconfiguration')} so far"
         yield "generation", f"{job.generation}{made}{then}; {so_far}"
@@ -339,7 +339,8 @@ def _files(job: pb.JobStatus) -> Iterator[tuple[str, str]]:
     if job.checkpoint_path:
         age = f", {ago(job.checkpoint_at)}" if job.checkpoint_at else ""
         newest = f"step {job.checkpoint_step}{age}, {job.checkpoint}"
-        yield "checkpoint", inline(newest if job.checkpoint else "none yet")
+        none = "none" if job.state in ENDED else "none yet"
+        yield "checkpoint", inline(newest if job.checkpoint else none)
     if job.save_failure and job.state in ENDED:
         yield "not saved", inline(job.save_failure)
     if job.profile:

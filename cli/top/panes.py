@@ -118,7 +118,7 @@ def _prospects(view: View) -> Iterator[Part]:
         yield f"goodput {100 * view.history.goodput:.1f}%  ", ""
     if found.plan_policy:
         then = f", then {found.then}" if found.then else ""
-        yield inline(f"plan by {found.plan_policy}{then}"), "dim"
+        yield inline(f"plan by policy {found.plan_policy}{then}"), "dim"
 
 
 # ---- nodes and the map of the plan

@@ -85,7 +85,8 @@ def _speed(job: pb.JobStatus) -> str:
 
 def _checkpoint(job: pb.JobStatus) -> str:
     if not job.checkpoint:
-        return "none yet" if job.checkpoint_path else ""
+        none = "none" if job.state in text.ENDED else "none yet"
+        return none if job.checkpoint_path else ""
     age = f", {text.ago(job.checkpoint_at)}" if job.checkpoint_at else ""
     return f"step {job.checkpoint_step:,}{age}"
 

@@ -6,12 +6,14 @@ import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from bench.support.cluster import LocalCluster
 from bench.support.preloaded import Preloaded
 from bench.support.separate import Daemons
+from oobleck.core.job.spec import RecoveryPolicy
 from support.clusters import PATIENT, bring_into, job
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
@@ -54,6 +56,7 @@ def test_a_loss_and_a_return_are_sentences_and_warnings(
     told = cluster.oobleck("events", job_id).stdout
     assert re.search(r"generation 2 by \w+: goes on without n3, in \d", told), told
     assert re.search(r"generation 3 by \w+: n3 takes part again", told), told
+    assert_names_and_estimates(cluster, job_id, told)
     master = (cluster.state_dir / "log" / "master.log").read_text()
     assert re.search(r" WARNING \S+ a node is lost node=n3 cause=\w+ reason=", master), master
     logs = cluster.oobleck("logs", job_id, "--node", "n1").stdout
@@ -71,6 +74,32 @@ def test_a_loss_and_a_return_are_sentences_and_warnings(
     assert cluster.wait_end(fails) == "failed"
     master = (cluster.state_dir / "log" / "master.log").read_text()
     assert re.search(rf" ERROR \S+ the job failed job={fails} reason=", master), master
+
+
+def assert_names_and_estimates(cluster: LocalCluster, job_id: str, told: str) -> None:
+    """Workers have one form of name; the job's policy and that of a plan are named as such; what
+    was computed is marked where it is beside what was measured."""
+    status, shown = cluster.status(job_id), cluster.oobleck("status", job_id).stdout
+    chosen = set(get_args(RecoveryPolicy)) - {"auto"}
+    assert status["policy"] == "auto"
+    assert status["plan_policy"] in chosen
+    assert re.search(r"^policy +auto$", shown, re.M), shown
+    made = rf"^generation +{status['generation']} by policy {status['plan_policy']}[,;]"
+    assert re.search(made, shown, re.M), shown
+    records = cluster.events(job_id, "reconfigured")
+    assert {record["policy"] for record in records} <= chosen
+    for record in records:
+        assert record["expected"]["step_s"] > 0, "computed; beside it stands what happened"
+        assert "stall_s" in record
+    policies = cluster.oobleck("events", job_id, "--policies").stdout.splitlines()
+    pair = r"EXPECTED +HAPPENED +RATIO"
+    assert re.match(rf"POLICY +RULE +N +STALL {pair} +STEP {pair}$", policies[0]), policies
+    by_rule = {tuple(line.split()[:2]) for line in policies[1:] if line}
+    assert by_rule == {(record["policy"], record["rule"]) for record in records}
+    table = shown.partition("WORKER ")[2].splitlines()
+    assert table[0].split() == ["PEAK", "MEMORY", "PREDICTED"]
+    assert [row.split()[0] for row in table[1:4]] == ["n1/0", "n2/0", "n3/0"]
+    assert not re.search(r"\bn\d[:.]\d\b", shown + told)
 
 
 def test_a_power_cut_of_all_hosts_is_one_cause(daemons: Daemons, text: str, tmp_path: Path) -> None:

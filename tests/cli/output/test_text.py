@@ -119,7 +119,7 @@ def test_status_of_a_job_draws_the_routes_of_a_plan_without_whole_pipelines() ->
     asked = job(plan=plan, policy="auto", plan_policy="reroute", then="templates", generation=3)
     shown = text.job_text(asked)
     assert "\npolicy      auto\n" in shown
-    assert "\ngeneration  3 by reroute, then templates at a step boundary; 0 reconf" in shown
+    assert "\ngeneration  3 by policy reroute, then templates at a step boundary; 0 reconf" in shown
     assert "route 0  0-4            n1 [0..4] -> n2/1 [5..9]" in shown
     assert "route 1  5              n1 [0..4] -> n4 [5..9]" in shown
     assert "pipeline" not in shown
@@ -205,6 +205,8 @@ def test_status_of_a_job_says_how_old_its_checkpoint_is(monkeypatch: pytest.Monk
     ahead = job(checkpoint_path="/saved", checkpoint="/saved/50", checkpoint_at=1_000_009.0)
     assert "checkpoint  step 0, 0 s ago, " in text.job_text(ahead)
     assert "checkpoint  none yet\n" in text.job_text(job(checkpoint_path="/saved"))
+    ended = job(checkpoint_path="/saved", state="succeeded")
+    assert "checkpoint  none\n" in text.job_text(ended)
 
 
 def test_all_of_a_job_is_done_when_its_last_step_is() -> None:
@@ -436,7 +438,7 @@ def test_elsewhere_a_line_comes_each_second_or_with_a_change_of_state() -> None:
         ),
         (
             {"event": "checkpoint_failed", "step": 100, "reason": "No space left on device"},
-            "no checkpoint of step 100: No space left on device; training continues",
+            "no checkpoint of step 100: No space left on device; the job goes on",
         ),
         (
             {"event": "output_failed", "step": 100, "reason": "it is full"},
