@@ -33,7 +33,10 @@ COMMANDS = {
         "oobleck.cli.planning.goodput:goodput",
         "Show what a job's time was spent on.",
     ),
-    "track": ("oobleck.cli.tracking.track:track", "Copy a job's metrics to TensorBoard or W&B."),
+    "track": (
+        "oobleck.cli.tracking.track:track",
+        "Copy a job's metrics to TensorBoard, W&B or MLflow.",
+    ),
     "logs": ("oobleck.cli.reading.show:logs", "Show the output of a job's workers."),
     "dashboard": (
         "oobleck.cli.dashboard.command:dashboard",

@@ -26,7 +26,7 @@ def node() -> None:
     """Take a node out for maintenance, and back, or for good."""
 
 
-@node.command()
+@node.command(short_help="Move the work off NODE at a step boundary.")
 @node_argument
 @click.option("--reason", default="", metavar="TEXT", help="Shown by 'oobleck nodes'.")
 @click.option("--wait", is_flag=True, help="Return when the node has no more work.")

@@ -52,7 +52,7 @@ def _dir_option(help_text: str) -> Callable[[F], F]:
     )
 
 
-@pki.command()
+@pki.command(short_help="Make a cluster's authority and its first credentials.")
 @_dir_option("Where to make the authority; a master finds STATE-DIR/pki by itself.")
 @click.option(
     "--name",
@@ -78,7 +78,7 @@ def init(folder: Path, names: tuple[str, ...]) -> None:
     )
 
 
-@pki.command()
+@pki.command(short_help="Make credentials with the authority's own key.")
 @click.argument("name", metavar="NAME")
 @click.option("--role", type=click.Choice(ROLES), default="agent", show_default=True)
 @_dir_option("The authority, which must be on this host.")
@@ -101,7 +101,7 @@ def issue(name: str, role: Role, folder: Path, out: Path) -> None:
     click.echo(out)
 
 
-@pki.command()
+@pki.command(short_help="Make a join token.")
 @click.option("--role", type=click.Choice(_JOINING), default="agent", show_default=True)
 @click.option(
     "--name",
@@ -141,7 +141,7 @@ def token(role: Role, name: str, ttl_s: float, out: Path | None, master: Endpoin
     click.echo(out)
 
 
-@pki.command()
+@pki.command(short_help="Get credentials with a join token.")
 @click.argument("name", metavar="NAME")
 @click.option(
     "--master",

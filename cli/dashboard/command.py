@@ -51,7 +51,7 @@ def dashboard() -> None:
     """Show the cluster and its jobs to browsers."""
 
 
-@dashboard.command(epilog=_EPILOG)
+@dashboard.command(epilog=_EPILOG, short_help="Serve pages that show and control the cluster.")
 @click.option(
     "--listen",
     default=_LISTEN,

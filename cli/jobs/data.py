@@ -31,7 +31,7 @@ def data() -> None:
     """Make and inspect token files for training."""
 
 
-@data.command()
+@data.command(short_help="Convert text to a token file.")
 @click.argument("inputs", metavar="INPUT...", nargs=-1, required=True)
 @click.option(
     "-o", "--output", required=True, metavar="FILE", type=click.Path(dir_okay=False, path_type=Path)
@@ -102,7 +102,7 @@ def prepare(
     click.echo(_summary(output, info))
 
 
-@data.command()
+@data.command(short_help="Show the content of a token file.")
 @click.argument("file", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path))
 @click.option(
     "--dtype",

@@ -204,7 +204,7 @@ def schema() -> None:
     click.echo(json.dumps(job_schema(), indent=2))
 
 
-@config.command()
+@config.command(short_help="Print a job file with every key.")
 @click.argument("job_file", metavar="JOB.yaml", type=_PATH)
 @options.set_option
 @click.option(
@@ -219,8 +219,9 @@ def show(job_file: Path, overrides: tuple[str, ...], output: str) -> None:
 
 
 @config.command(
+    short_help="Check the keys and values of job files.",
     epilog="Exit codes: 0 every file is a valid job file, 2 some are not, with a line for each on "
-    "standard error."
+    "standard error.",
 )
 @click.argument("job_files", metavar="JOB.yaml...", nargs=-1, required=True, type=_PATH)
 @options.set_option

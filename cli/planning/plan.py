@@ -40,7 +40,13 @@ if TYPE_CHECKING:
     help="Measured times and bytes per layer, in place of a job and estimates.",
 )
 @set_option
-@click.option("--nodes", type=click.IntRange(min=1), required=True, metavar="N")
+@click.option(
+    "--nodes",
+    type=click.IntRange(min=1),
+    required=True,
+    metavar="N",
+    help="Nodes to plan for.",
+)
 @question_options
 @click.option(
     "--schedule",

@@ -38,10 +38,15 @@ _SEARCHED = ("samples_per_s", "goodput", "returns", "lost_guarantee_s")
 _POLICIES: tuple[RecoveryPolicy, ...] = get_args(RecoveryPolicy)
 
 
-@click.command(
-    epilog="Exit codes: 0 replayed, also if no policy can go on to the end (the lines below the "
-    "table say when and why); 2 wrong usage, a wrong trace, or no plan fits."
-)
+_EPILOG = """\b
+Example of a SPEC:
+  mtbf=30d,repair=20h,nodes=1000,rack=16,rack_mtbf=1y,days=365,seed=1
+
+Exit codes: 0 replayed, also if no policy can go on to the end (the lines below the table say when
+and why); 2 wrong usage, a wrong trace, or no plan fits."""
+
+
+@click.command(epilog=_EPILOG)
 @click.argument("job_file", metavar="[JOB.yaml]", required=False, type=click.Path(path_type=Path))
 @click.option(
     "--trace",
@@ -55,8 +60,7 @@ _POLICIES: tuple[RecoveryPolicy, ...] = get_args(RecoveryPolicy)
 @click.option(
     "--make",
     metavar="SPEC",
-    help="Write a trace to standard output, and replay nothing, as in "
-    "--make 'mtbf=30d,repair=20h,nodes=1000,rack=16,rack_mtbf=1y,days=365,seed=1'. The same SPEC "
+    help="Write a trace to standard output, and replay nothing; an example is below. The same SPEC "
     "gives the same trace.",
 )
 @click.option(

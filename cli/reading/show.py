@@ -82,7 +82,7 @@ def status(
 @options.watch_option
 @options.form_options("A JSON array of nodes.")
 def nodes(master: Endpoint, watch_s: float | None, form: "Form") -> None:
-    """List the nodes that the master knows: live, disconnected or lost."""
+    """List the nodes that the master knows, and their states."""
     from oobleck.cli.output import text
     from oobleck.cli.output.table import terminal_width
     from oobleck.cli.reading.watch import Answer, show
