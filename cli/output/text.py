@@ -214,7 +214,10 @@ def nodes_table(
     nodes: Iterable[pb.NodeInfo], *, width: int | None = None, wide: bool = False
 ) -> str:
     listed = listing(_NODE_COLUMNS, list(nodes), width=width, wide=wide)
-    return listed or "no nodes; start one with 'oobleck-agent --master HOST:PORT'"
+    return listed or (
+        "no nodes; start one with 'oobleck-agent --master HOST:PORT --token-file FILE' ('oobleck "
+        "pki token --out FILE' makes the token)"
+    )
 
 
 def node_text(node: pb.NodeInfo, width: int | None = None) -> str:

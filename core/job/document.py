@@ -100,7 +100,8 @@ def read_document(text: str, source: str) -> Document:
         if isinstance(error, _NoJob):
             raise InvalidJob(f"{source}{line}: {error.problem}") from error
         problem = " ".join(filter(None, [error.context, error.problem]))
-        raise InvalidJob(f"{source}{line}: not valid YAML: {problem}") from error
+        fix = "check the indentation of this line and those above (spaces, no tabs), and quotes"
+        raise InvalidJob(f"{source}{line}: not valid YAML: {problem}; {fix}") from error
     except yaml.YAMLError as error:
         reason = " ".join(str(error).split())
         raise InvalidJob(f"{source}: not valid YAML: {reason}") from error

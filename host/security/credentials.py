@@ -88,7 +88,8 @@ def read_file(path: Path) -> bytes:
         return read_regular(path, _MOST_BYTES)
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
-        raise ValueError(f"{path}: {reason}; name a folder with credentials") from error
+        fix = "name a folder with credentials, as 'oobleck pki join' makes one"
+        raise ValueError(f"{path}: {reason}; {fix}") from error
 
 
 def read_secret(path: Path) -> bytes:

@@ -432,7 +432,11 @@ def test_nothing_secret_is_in_logs_arguments_or_the_journal(
             ("nodes", "--insecure", "--master", "198.51.100.1:4600"),
             "is not an address of this host",
         ),
-        (("nodes", "--credentials", "/nowhere"), "/nowhere/ca.crt: no such file or directory"),
+        (
+            ("nodes", "--credentials", "/nowhere"),
+            "/nowhere/ca.crt: no such file or directory; name a folder with credentials, as "
+            "'oobleck pki join' makes one",
+        ),
         (("pki", "token", "--ttl", "soon"), "write it like 30s, 10m or 1.5h"),
         (("pki", "token", "--name", "N1"), "agent name 'N1' is not allowed"),
         (("pki", "token"), "this master has no authority"),

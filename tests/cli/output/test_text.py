@@ -502,6 +502,7 @@ def test_a_wide_table_of_nodes_has_the_versions_of_what_computes() -> None:
             protocol=4,
         ),
     ]
+    assert "--token-file FILE' ('oobleck pki token --out FILE'" in text.nodes_table([])
     head, first, second, third = text.nodes_table(nodes, wide=True).splitlines()
     at = head.index("VERSIONS")
     assert first[at:].startswith("torch 2.13.0, CUDA 12.8, NCCL 2.27.5, driver 570.86.15  ")

@@ -356,6 +356,7 @@ def test_a_path_may_be_in_any_script() -> None:
         ("- a\n", "job.yaml:1: the job must be a mapping (key: value lines), not a list"),
         ("hello\n", 'job.yaml:1: the job must be a mapping (key: value lines), not the text "hel'),
         ("a:\n\tb: 1\n", "job.yaml:2: not valid YAML: while scanning for the next token"),
+        ("a:\n  b: 1\n c: 2\n", "; check the indentation of this line and those above"),
         ("name: [\n", "job.yaml:2: not valid YAML: while parsing a flow node"),
         ("name: a\n---\nname: b\n", "not valid YAML: expected a single document in the stream"),
         ("a: \x00", "job.yaml: not valid YAML: unacceptable character"),
