@@ -168,6 +168,8 @@ class Player:
         self.retention = Retention()
         self.state = ClusterState()
         self.journal: list[tuple[float, Journaled]] = []
+        #: What follows from so many events of the journal alone.
+        self._follower, self._followed = ClusterState(), 0
         self.now = 0.0
         self.agents: dict[str, ScenarioAgent] = {}
         #: The last one of each name that was refused.
@@ -197,6 +199,7 @@ class Player:
             getattr(self, f"do_{words[0]}")(*words[1:])
             self._settle("")
             self._check_replay()
+        assert durable(self._replayed()) == durable(self.state)
         return "\n".join(self.written) + "\n"
 
     def _advance(self, until: float) -> None:
@@ -275,7 +278,13 @@ class Player:
         return state
 
     def _check_replay(self) -> None:
-        assert durable(self._replayed()) == durable(self.state)
+        new = self.journal[self._followed :]
+        for unix, event in new:
+            apply(self._follower, event, now=self.now, unix=unix)
+        self._followed = len(self.journal)
+        assert durable(self._follower) == durable(self.state)
+        if not new:
+            return
         restored, *_ = snapshot.restore(snapshot.take(self.state, {}, ()), self.now)
         assert durable(restored) == durable(self.state)
 
@@ -809,6 +818,7 @@ class Player:
         last = len(names) - 1 - names[::-1].index(since)
         kept = self.journal[:last]
         self.state, self.journal, self.event_lines = ClusterState(), [], {}
+        self._follower, self._followed = ClusterState(), 0
         for unix, event in kept:
             self._journal(event, unix)
         self._journal(JournalCut(bytes=1, kept_as="journal.cut-1", records={}))
