@@ -82,7 +82,10 @@ def local(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Local]:
     all_gone(running.family)
 
 
-def test_what_it_prints_and_that_ctrl_c_leaves_nothing(local: Local, tmp_path: Path) -> None:
+def test_what_it_prints_what_it_starts_again_and_that_ctrl_c_leaves_nothing(
+    local: Local, tmp_path: Path
+) -> None:
+    address = local.until(r"master (\S+) pid \d+")[1]
     local.until("ready")
     assert [re.sub(r"\d{2,}", "#", line) for line in local.lines] == [
         "master #.0.0.1:# pid #",
@@ -94,7 +97,22 @@ def test_what_it_prints_and_that_ctrl_c_leaves_nothing(local: Local, tmp_path: P
     ]
     until(lambda: len(local.remember()) >= 5, "all processes")
     assert len(local.family) == 5, "master, two agents, two warm processes"
-    assert set(local.daemons().values()) < {process.pid for process in local.family}
+    first = local.daemons()
+    assert set(first.values()) < {process.pid for process in local.family}
+
+    # An agent that dies is started again with its flags.
+    command = psutil.Process(first["n2"]).cmdline()
+    os.kill(first["n2"], signal.SIGKILL)
+    local.until(r"agent n2 \(pid \d+\) was killed by SIGKILL; it restarts in 2 s")
+    again = int(local.until(r"agent n2 pid (\d+)")[1])
+    wait_for_nodes(address, {"n1": first["n1"], "n2": again})
+    assert psutil.Process(again).cmdline() == command
+
+    # One that was told to end stays away.
+    local.remember()
+    os.kill(again, signal.SIGTERM)
+    local.until(r"agent n2 \(pid \d+\) ended with exit code 0; to restart it: .*")
+
     os.killpg(local.process.pid, signal.SIGINT)
     assert local.process.wait(PATIENCE_S) == 0
     all_gone(local.family)
@@ -191,26 +209,12 @@ def test_which_code_agents_load_is_said_of_each_flag(tmp_path: Path) -> None:
     assert flags(private=False, accept_code=True) == ["--accept-code"]
 
 
-@pytest.mark.parametrize("moment", ["agent n1 .*", "ready"])
-def test_kill_9_leaves_nothing(local: Local, moment: str) -> None:
-    local.until(moment)
+def test_kill_9_while_it_starts_leaves_nothing(local: Local) -> None:
+    local.until("agent n1 .*")
     local.remember()
     local.process.kill()
     local.process.wait()
     all_gone(local.family)
-
-
-def test_an_agent_that_dies_is_started_again_with_its_flags(local: Local) -> None:
-    address = local.until(r"master (\S+) pid \d+")[1]
-    local.until("ready")
-    dead = local.daemons()
-    command = psutil.Process(dead["n2"]).cmdline()
-    local.remember()
-    os.kill(dead["n2"], signal.SIGKILL)
-    local.until(r"agent n2 \(pid \d+\) was killed by SIGKILL; it restarts in 2 s")
-    again = int(local.until(r"agent n2 pid (\d+)")[1])
-    wait_for_nodes(address, {"n1": dead["n1"], "n2": again})
-    assert psutil.Process(again).cmdline() == command
 
 
 def test_the_last_daemon_is_started_again_too(tmp_path: Path) -> None:
@@ -243,50 +247,49 @@ def test_who_keeps_dying_is_started_again_later_each_time() -> None:
     assert [restart_pause_s(ends) for ends in (0, 1, 2, 3, 4, 5, 500)] == [2, 2, 4, 8, 16, 30, 30]
 
 
-def test_an_agent_that_was_told_to_end_stays_away(local: Local) -> None:
-    local.until("ready")
-    os.kill(local.daemons()["n2"], signal.SIGTERM)
-    local.until(r"agent n2 \(pid \d+\) ended with exit code 0; to restart it: .*")
-
-
 @pytest.mark.parametrize("local", [["--no-restart"]], indirect=True)
-def test_an_agent_that_dies_is_told_and_can_be_started_again(local: Local) -> None:
+def test_an_agent_and_the_master_that_die_are_told_and_can_be_started_again(
+    local: Local, tmp_path: Path
+) -> None:
     address = local.until(r"master (\S+) pid \d+")[1]
     local.until("ready")
-    os.kill(local.daemons()["n2"], signal.SIGKILL)
+    daemons = local.daemons()
+    os.kill(daemons["n2"], signal.SIGKILL)
     told = local.until(
         r"agent n2 \(pid \d+\) was killed by SIGKILL; to restart it: (oobleck-agent .*)"
     )
     assert local.process.poll() is None
     assert " --memory-per-worker " in told[1]
     command = [sys.executable, "-m", "oobleck.agent", *shlex.split(told[1])[1:]]
-    again = subprocess.Popen(command, stderr=subprocess.DEVNULL, text=True)
+    agent = subprocess.Popen(command, stderr=subprocess.DEVNULL, text=True)
+    master = None
     try:
-        wait_for_nodes(address, {"n1": local.daemons()["n1"], "n2": again.pid})
-    finally:
-        end(again)
+        wait_for_nodes(address, {"n1": daemons["n1"], "n2": agent.pid})
 
-
-def test_the_cluster_goes_on_without_its_master(local: Local, tmp_path: Path) -> None:
-    address = local.until(r"master (\S+) pid \d+")[1]
-    local.until("ready")
-    os.kill(local.daemons()["master"], signal.SIGKILL)
-    told = local.until(
-        r"master \(pid \d+\) was killed by SIGKILL; training goes on without it; "
-        r"to restart it: (oobleck-master .*)"
-    )
-    assert address in told[1]
-    command = [sys.executable, "-m", "oobleck.master", *shlex.split(told[1])[1:]]
-    again = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    try:
-        daemons = local.daemons()
-        wait_for_nodes(address, {"n1": daemons["n1"], "n2": daemons["n2"]})
+        os.kill(daemons["master"], signal.SIGKILL)
+        told = local.until(
+            r"master \(pid \d+\) was killed by SIGKILL; training goes on without it; "
+            r"to restart it: (oobleck-master .*)"
+        )
+        assert address in told[1]
+        command = [sys.executable, "-m", "oobleck.master", *shlex.split(told[1])[1:]]
+        master = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
+        wait_for_nodes(address, {"n1": daemons["n1"], "n2": agent.pid})
         line = refused(
             run("local", "--nodes", "1", "--state-dir", str(tmp_path / "state"), timeout_s=60), 2
         )
-        assert f"is in use by another master (pid {again.pid})" in line
+        assert f"is in use by another master (pid {master.pid})" in line
+
+        local.remember()
+        local.process.kill()
+        local.process.wait()
+        all_gone(local.family)
     finally:
-        end(again)
+        for one in (agent, master):
+            if one is not None:
+                end(one)
 
 
 def test_agents_that_all_refuse_end_it_at_once(tmp_path: Path) -> None:
