@@ -65,6 +65,8 @@ class Gatekeeper:
 
     def __init__(self, cluster: NetCluster) -> None:
         self._cluster = cluster
+        #: Workers that were seen last: to look for them takes longer than to look at them.
+        self._pids: dict[str, int] = {}
         self._held: str | None = None
         self._lock = threading.Lock()
         self._end = threading.Event()
@@ -84,9 +86,14 @@ class Gatekeeper:
             for node in nodes:
                 # Under the lock, so that a stop that `hold` has seen is not undone after.
                 with self._lock, contextlib.suppress(*_GONE):
-                    pid = self._cluster.worker_pids_of(node)[0]
-                    if self._held != node and is_stopped(pid):
+                    if self._held != node and is_stopped(pid := self._pid(node)):
                         os.kill(pid, signal.SIGCONT)
+
+    def _pid(self, node: str) -> int:
+        """The node's worker. Raises some of _GONE."""
+        if node not in self._pids or not os.path.exists(f"/proc/{self._pids[node]}"):
+            self._pids[node] = self._cluster.worker_pids_of(node)[0]
+        return self._pids[node]
 
     @contextlib.contextmanager
     def hold(self, gate: str) -> Iterator[None]:
@@ -111,5 +118,5 @@ class Gatekeeper:
     def _is_held(self) -> bool:
         with contextlib.suppress(*_GONE):
             assert self._held is not None
-            return is_stopped(self._cluster.worker_pids_of(self._held)[0])
+            return is_stopped(self._pid(self._held))
         return False
