@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,7 @@ def _allowed() -> Iterator[None]:
     code.allow(())
 
 
+@cache
 def looked_at(
     model: str, precision: str = "fp64", arguments: str = ""
 ) -> tuple[JobSpec, list[str], Description]:
@@ -60,7 +61,7 @@ def looked_at(
     return replace(job, model=known), list(map(str, found.problems)), known.description
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.soak)])
 def test_layers_of_one_code_share_it_and_those_that_are_not_compiled_are_told(
     precision: str,
 ) -> None:
@@ -146,11 +147,10 @@ def test_of_what_is_compiled_nothing_runs_as_it_is(
 @pytest.mark.parametrize(
     ("kind", "recompute"),
     [
-        *(("gpt", "none"), ("gpt", "layer"), ("gpt2", "layer"), ("llama", "none")),
-        ("bert", "layer"),
+        *(("gpt", "layer"), ("gpt2", "layer"), ("llama", "none"), ("bert", "layer")),
         *(
             pytest.param(*other, marks=pytest.mark.soak)
-            for other in (("gpt2", "none"), ("llama", "layer"), ("bert", "none"))
+            for other in (("gpt", "none"), ("gpt2", "none"), ("llama", "layer"), ("bert", "none"))
         ),
     ],
 )
@@ -229,7 +229,7 @@ def wait_for_waiters(lock: Path, count: int) -> None:
 
 @pytest.mark.usefixtures("traced")
 def test_a_node_without_a_compiler_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    job, _, _ = looked_at("mixed")
+    job, _, _ = looked_at("alike")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     missing = torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)})
     with (
@@ -243,7 +243,7 @@ def test_a_node_without_a_compiler_says_so(monkeypatch: pytest.MonkeyPatch, tmp_
 def test_a_place_that_others_can_write_to_is_refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    job, _, _ = looked_at("mixed")
+    job, _, _ = looked_at("alike")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     tmp_path.chmod(0o777)
     with pytest.raises(NodeError, match=r"is not a folder that only the agent's user can write"):
@@ -255,7 +255,7 @@ def test_a_place_that_others_can_write_to_is_refused(
 def test_a_place_that_cannot_be_made_is_refused_with_the_fix(
     place: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    job, _, _ = looked_at("mixed")
+    job, _, _ = looked_at("alike")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", place)
     with pytest.raises(NodeError, match=rf"{place}, where torch .* start the agent with a HOME"):
@@ -270,7 +270,7 @@ def test_what_cannot_be_compiled_on_a_node_is_that_nodes_fault(
     def fails(graph: object, inputs: object) -> None:
         raise RuntimeError("the disk is full")
 
-    job, _, _ = looked_at("mixed")
+    job, _, _ = looked_at("alike")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(compiled, "compiled", partial(compiled.compiled, backend=fails))
     with pytest.raises(NodeError, match=r"layer 0 cannot be compiled on this node: .*disk is full"):
