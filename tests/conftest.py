@@ -13,6 +13,7 @@ import hypothesis
 import pytest
 
 from bench.support.preloaded import Preloaded
+from bench.support.testing import python_of
 from oobleck.host.programs import refuse_older_tls
 from support import devices
 
@@ -67,13 +68,21 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
+    """Start the warm process of all. Processes of xdist's are forked from it, unless they compute
+    on a GPU, for which it is not set up."""
+    shared = config.stash[_SHARED] = Preloaded().__enter__()
+    config.add_cleanup(shared.__exit__)
+    if config.getoption("--device") == "cpu":
+        for spec in specs:
+            spec.python = python_of(shared)
+
+
+@pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
     """Tell each process of xdist's the seed that was drawn, since all must have one order, and
     where the warm process of all is."""
     node.workerinput["shuffle"] = node.config.getoption("--shuffle")
-    if _SHARED not in node.config.stash:
-        node.config.stash[_SHARED] = Preloaded().__enter__()
-        node.config.add_cleanup(lambda: node.config.stash[_SHARED].__exit__())
     node.workerinput["preloaded"] = node.config.stash[_SHARED].python_path
 
 

@@ -22,8 +22,14 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
-#: An agent's warm process, what looks at a user's model before it is sent, and a master's planner.
-_FORKED = ("oobleck.worker.warm", "oobleck.worker.describe", "oobleck.master.planning.worker")
+#: An agent's warm process, what looks at a user's model before it is sent, a master's planner, and
+#: processes of tests.
+_FORKED = (
+    "oobleck.worker.warm",
+    "oobleck.worker.describe",
+    "oobleck.master.planning.worker",
+    "bench.support.testing",
+)
 _DAEMONS = ("oobleck.master", "oobleck.agent")
 _time = time.time
 _offset: mmap.mmap | bytes = bytes(8)

@@ -5,28 +5,33 @@ imported. Links or a fake of NCCL, also in tests that have nothing to do with GP
 `pytest --transport` says: chosen before each test.
 """
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 #: What goes between workers on CPUs.
 Transport = Literal["links", "staged", "nccl"]
 
-_chosen = torch.device("cpu")
+_chosen = "cpu"
 _transport: Transport = "links"
 
 
 def choose(name: str) -> None:
     """Raises ValueError where this machine has no such device."""
     global _chosen
-    device = torch.device(name)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"--device {name}: no GPU can be used here")
-    _chosen = device
+    if name != "cpu":  # torch takes seconds to load, and most that look here compute nothing
+        import torch
+
+        if torch.device(name).type == "cuda" and not torch.cuda.is_available():
+            raise ValueError(f"--device {name}: no GPU can be used here")
+    _chosen = name
 
 
-def device() -> torch.device:
-    return _chosen
+def device() -> "torch.device":
+    import torch
+
+    return torch.device(_chosen)
 
 
 def choose_transport(name: Transport) -> None:
