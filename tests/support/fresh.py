@@ -81,9 +81,9 @@ def begun(name: str, description: str) -> bytes:
     return digest(weights).encode()
 
 
-def main(names: list[str]) -> None:
+def main() -> None:
     transformers.logging.set_verbosity_error()
-    for name in names:
+    for name in sys.argv[1:]:
         wrong = ""
         try:
             description, expected = json.loads(in_a_fork(partial(described, name)))
@@ -96,4 +96,4 @@ def main(names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 
+from bench.support.preloaded import Preloaded, Started
 from oobleck.core.ids import Incarnation
 from oobleck.core.messages import ChildExited, Fork, Forked, ForkFailed, FromWarm, Warm
 from oobleck.host.ipc.channel import Channel, frame
@@ -78,11 +79,12 @@ def test_a_step_of_training_loads_nothing_more() -> None:
     assert done.stdout.split() == []
 
 
-def test_a_fork_that_fails_is_told_and_what_the_next_one_started_ends_with_it() -> None:
+def test_a_fork_that_fails_is_told_and_what_the_next_one_started_ends_with_it(
+    preloaded: Preloaded,
+) -> None:
     ours, theirs = socket.socketpair()
     ours.settimeout(300)
-    process = subprocess.Popen([sys.executable, "-c", PROGRAM], stdin=theirs)
-    theirs.close()
+    process = started(preloaded, PROGRAM, theirs)
     try:
         with ours:
             channel: Channel[FromWarm] = Channel(ours, FromWarm)
@@ -97,10 +99,18 @@ def test_a_fork_that_fails_is_told_and_what_the_next_one_started_ends_with_it() 
             ended = channel.receive()
             assert isinstance(ended, ChildExited)
             assert ended.pid == answer.pid
-        assert process.wait(120) == 0
+        assert process.wait() == 0
     finally:
-        process.kill()
-        process.wait()
+        process.close()
+
+
+def started(preloaded: Preloaded, program: str, end: socket.socket) -> Started:
+    """A warm process, with that end of its agent's channel, which is closed here."""
+    with end:
+        files = [end.fileno(), 1, 2]
+        return preloaded.start(
+            "support.script", program, environment=os.environ, files=files, timeout_s=120
+        )
 
 
 def fork(ours: socket.socket, channel: "Channel[FromWarm]", incarnation: str) -> FromWarm | None:
@@ -141,12 +151,11 @@ warm.main()
 """
 
 
-def test_sigterm_is_the_agents_alone_to_answer() -> None:
+def test_sigterm_is_the_agents_alone_to_answer(preloaded: Preloaded) -> None:
     """Slurm sends it to all processes of a step; what a worker has started ends by it as ever."""
     ours, theirs = socket.socketpair()
     ours.settimeout(300)
-    process = subprocess.Popen([sys.executable, "-c", HEARD], stdin=theirs)
-    theirs.close()
+    process = started(preloaded, HEARD, theirs)
     try:
         with ours:
             channel: Channel[FromWarm] = Channel(ours, FromWarm)
@@ -155,7 +164,6 @@ def test_sigterm_is_the_agents_alone_to_answer() -> None:
             ended = channel.receive()
             assert isinstance(ended, ChildExited)
             assert (ended.exit_code, ended.signal) == (signal.SIGTERM, None)
-        assert process.wait(120) == 0
+        assert process.wait() == 0
     finally:
-        process.kill()
-        process.wait()
+        process.close()

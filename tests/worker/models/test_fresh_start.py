@@ -1,12 +1,12 @@
 """Models of transformers begin in processes that have seen nothing of them before."""
 
 import json
+import os
 import re
-import subprocess
-import sys
 
 import pytest
 
+from bench.support.preloaded import Preloaded
 from support.folders import ROOT
 
 #: Tables of positions beside the layers, a pooler under a head, images, layers in an inner part of
@@ -20,16 +20,9 @@ FEW = [
 ]
 
 
-def begin(names: list[str], timeout_s: float) -> dict[str, str]:
+def begin(preloaded: Preloaded, names: list[str], timeout_s: float) -> dict[str, str]:
     """What went wrong, by name."""
-    done = subprocess.run(
-        [sys.executable, "-m", "support.fresh", *names],
-        cwd=ROOT / "tests",
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        check=False,
-    )
+    done = preloaded.run("support.fresh", *names, environment=os.environ, timeout_s=timeout_s)
     assert done.returncode == 0, done.stderr
     told = dict(map(json.loads, done.stdout.splitlines()))
     assert list(told) == names
@@ -37,15 +30,15 @@ def begin(names: list[str], timeout_s: float) -> dict[str, str]:
 
 
 @pytest.mark.timeout(180)
-def test_what_is_described_in_one_process_begins_in_another_one() -> None:
+def test_what_is_described_in_one_process_begins_in_another_one(preloaded: Preloaded) -> None:
     assert set(FEW) <= set(listed())
-    assert begin(FEW, 170.0) == {}
+    assert begin(preloaded, FEW, 170.0) == {}
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-def test_all_that_the_page_lists_begins() -> None:
-    assert begin(listed(), 3500.0) == {}
+def test_all_that_the_page_lists_begins(preloaded: Preloaded) -> None:
+    assert begin(preloaded, listed(), 3500.0) == {}
 
 
 def listed() -> list[str]:

@@ -1,10 +1,11 @@
 """Memory that is taken and freed again and again costs page faults once."""
 
 import platform
-import subprocess
-import sys
 
 import pytest
+
+from bench.support.preloaded import Preloaded
+from support.script import run_script
 
 _PAGES = 8192  # of 4 KiB in 32 MiB, what is taken and freed at a time
 SCRIPT = """
@@ -30,23 +31,17 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
-def faults(setting: str, mebibytes: int) -> int:
+def faults(preloaded: Preloaded, setting: str, mebibytes: int) -> int:
     """Page faults of ten rounds that take and free blocks of so many MiB."""
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, setting, str(mebibytes)],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return int(done.stdout)
+    return int(run_script(preloaded, SCRIPT, setting, str(mebibytes))[0])
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="a setting of glibc")
-def test_freed_memory_is_kept() -> None:
-    assert faults("keep", 2) < _PAGES
-    assert faults("leave", 2) > 4 * _PAGES
+def test_freed_memory_is_kept(preloaded: Preloaded) -> None:
+    assert faults(preloaded, "keep", 2) < _PAGES
+    assert faults(preloaded, "leave", 2) > 4 * _PAGES
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="a setting of glibc")
-def test_large_blocks_go_back_to_the_kernel() -> None:
-    assert faults("keep", 8) > 4 * _PAGES
+def test_large_blocks_go_back_to_the_kernel(preloaded: Preloaded) -> None:
+    assert faults(preloaded, "keep", 8) > 4 * _PAGES

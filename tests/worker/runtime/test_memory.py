@@ -1,7 +1,7 @@
 """What a worker's memory is held against: what training takes, without what was there before."""
 
-import subprocess
-import sys
+from bench.support.preloaded import Preloaded
+from support.script import run_script
 
 #: As a worker does: what its libraries keep and what measuring the model has freed comes first.
 SCRIPT = """
@@ -25,8 +25,6 @@ print((use.peak_bytes - use.base_bytes) >> 20)
 """
 
 
-def test_the_peak_without_the_base_is_what_the_layers_take() -> None:
-    told = subprocess.run(
-        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=240, check=True
-    )
-    assert 62 <= int(told.stdout) <= 72
+def test_the_peak_without_the_base_is_what_the_layers_take(preloaded: Preloaded) -> None:
+    told, _ = run_script(preloaded, SCRIPT)
+    assert 62 <= int(told) <= 72

@@ -1,9 +1,7 @@
 """A worker that hangs tells where, whatever it hangs in."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
+from bench.support.preloaded import Preloaded
+from support.script import run_script
 
 _SCRIPT = """
 import os, socket, sys, threading, time
@@ -47,17 +45,8 @@ control.answered()  # what is being told is told to its end
 """
 
 
-def test_stacks_are_told_where_a_push_is_not_answered(tmp_path: Path) -> None:
-    path = tmp_path / "log"
-    with path.open("wb") as log:
-        done = subprocess.run(
-            [sys.executable, "-c", _SCRIPT],
-            stderr=log,
-            timeout=240,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-        )
-    text = path.read_text()
-    assert done.returncode == 0, text
+def test_stacks_are_told_where_a_push_is_not_answered(preloaded: Preloaded) -> None:
+    _, text = run_script(preloaded, _SCRIPT)
     before, _, told = text.partition("answered\n")
     quiet = before.rpartition("pushed\n")[2]
     assert "Thread" not in quiet

@@ -4,8 +4,6 @@ import contextlib
 import os
 import resource
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from bench.support.preloaded import Preloaded
 from oobleck.host.ipc import port
 from oobleck.worker.runtime.errors import TransportError
 from oobleck.worker.transport.linked import LinkTransport
@@ -22,6 +21,7 @@ from oobleck.worker.transport.links.door import GREETING_LIMIT_S, MOST_CALLERS, 
 from oobleck.worker.transport.links.hub import Links
 from support.leftovers import opened
 from support.meeting import SECRET, Party
+from support.script import talking_script
 from support.waiting import until
 
 
@@ -74,24 +74,16 @@ sys.stdin.readline()
 """
 
 
-def test_where_descriptors_run_out_strangers_lose_theirs_first() -> None:
-    with subprocess.Popen(
-        [sys.executable, "-c", FULL], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        card = Card.read(process.stdout.readline().strip())
+def test_where_descriptors_run_out_strangers_lose_theirs_first(preloaded: Preloaded) -> None:
+    with talking_script(preloaded, FULL) as (to, told):
+        card = Card.read(told.readline().strip())
         links = Links("127.0.0.1", silence_s=5)
         transport = LinkTransport(links, 1, b"s" * 32, 1, 2)
         with crowd(card, 400, b""):
-            process.stdin.write("\n")
-            process.stdin.flush()
+            print(file=to, flush=True)
             transport.meet(card, {0}, b"", lambda: None)
             assert transport.gather(b"there") == [b"here", b"there"]
-            assert process.stdout.readline() == "[b'here', b'there']\n"
-        process.stdin.write("\n")
-        process.stdin.flush()
-        process.wait(60)
+            assert told.readline() == "[b'here', b'there']\n"
         links.close()
 
 
@@ -115,15 +107,13 @@ for epoch in range(1, 9):
 """
 
 
-def test_thousands_of_strangers_hold_up_no_recovery_and_take_no_memory() -> None:
+def test_thousands_of_strangers_hold_up_no_recovery_and_take_no_memory(
+    preloaded: Preloaded,
+) -> None:
     """20,000 that come and go and 400 that stay and say nothing, while a worker with few
     descriptors meets one after the other that takes the place of the last."""
-    with subprocess.Popen(
-        [sys.executable, "-c", RECOVERS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        card = Card.read(process.stdout.readline().strip())
+    with talking_script(preloaded, RECOVERS) as (to, told):
+        card = Card.read(told.readline().strip())
         came, resident_kib, waited_s = 0, [], []
 
         def come_and_go() -> None:
@@ -137,11 +127,10 @@ def test_thousands_of_strangers_hold_up_no_recovery_and_take_no_memory() -> None
             begun = time.monotonic()
             links = Links("127.0.0.1", silence_s=5)
             transport = LinkTransport(links, epoch, b"s" * 32, 1, 2)
-            process.stdin.write("\n")
-            process.stdin.flush()
+            print(file=to, flush=True)
             transport.meet(card, {0}, b"", lambda: None)
             assert transport.gather(b"there") == [b"here", b"there"]
-            resident_kib.append(int(process.stdout.readline()))
+            resident_kib.append(int(told.readline()))
             waited_s.append(time.monotonic() - begun)
             transport.stand_down()
             links.close()
@@ -153,8 +142,6 @@ def test_thousands_of_strangers_hold_up_no_recovery_and_take_no_memory() -> None
                 until(lambda at=epoch: came >= 20_000 * at // 7, "strangers")
             coming.result()
             recover(8)
-        process.stdin.close()
-        process.wait(60)
     # As long as a stranger is kept nobody waits.
     assert max(waited_s) < GREETING_LIMIT_S
     assert resident_kib[-1] - resident_kib[0] < 8 << 10
@@ -202,7 +189,8 @@ def test_where_strangers_come_faster_than_they_are_heard_members_are_let_in_and_
         assert late.linked(host.identity)
 
 
-def test_all_who_wait_are_heard_in_one_turn() -> None:
+def test_all_who_wait_are_heard_in_one_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(door, "_TURN_S", 60.0)  # a busy machine takes longer than a turn may
     with Party(1) as party, contextlib.ExitStack() as stack:
         (host,) = party.links
         with host.lock:  # so nobody is heard but here
