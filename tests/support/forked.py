@@ -39,7 +39,9 @@ def _server() -> ForkServerContext:
     verbs = [where.partition(":")[0] for where, _ in COMMANDS.values()]
     # Its modules are those of the agent, and its folder is not on the server's path.
     programs = [module for program, module in _MAIN.items() if program != "standin-agent"]
-    context.set_forkserver_preload([*programs, *verbs])
+    # The dashboard's libraries are loaded when it starts.
+    dashboard = ["oobleck.cli.dashboard.app", "uvicorn"]
+    context.set_forkserver_preload([*programs, *verbs, *dashboard])
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GRPC_VERBOSITY", "NONE")  # as `main` does before gRPC is loaded
         forkserver.ensure_running()

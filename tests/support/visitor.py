@@ -4,8 +4,6 @@ import http.client
 import json
 import re
 import ssl
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +13,7 @@ from urllib.parse import urlencode
 
 from oobleck.cli.client import MasterClient
 from support.commands import end, run, start_agent, start_master
+from support.forked import Forked
 from support.waiting import PATIENCE_S, until
 
 
@@ -23,14 +22,8 @@ class Dashboard:
 
     def __init__(self, folder: Path, *options: str) -> None:
         self.folder = folder / "dashboard"
-        command = [sys.executable, "-m", "oobleck.cli.main", "dashboard", "--listen", "127.0.0.1:0"]
-        self.process = subprocess.Popen(
-            [*command, "--dir", str(self.folder), *options],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            start_new_session=True,
-        )
+        where = ("--listen", "127.0.0.1:0", "--dir", str(self.folder))
+        self.process = Forked("oobleck", "dashboard", *where, *options)
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         found = re.search(r" at (https?)://(\S+)$", line.strip())
