@@ -3,6 +3,7 @@ libraries stay out."""
 
 import ast
 from collections.abc import Iterator, Mapping
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -67,12 +68,19 @@ FORBIDDEN = {
 EXCEPTED = {ROOT / "cli/ssh/connection.py": "asyncssh"}
 
 
+@cache
+def statements(path: Path) -> tuple[ast.Import | ast.ImportFrom, ...]:
+    """All imports of a file, at its top or inside functions."""
+    nodes = ast.walk(ast.parse(path.read_text(), str(path)))
+    return tuple(node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom))
+
+
 def imports(path: Path) -> Iterator[tuple[int, str]]:
-    """Line and full name of everything that a file imports, at its top or inside functions."""
-    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+    """Line and full name of everything that a file imports."""
+    for node in statements(path):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
+        else:
             assert node.level == 0, f"{path}:{node.lineno}: relative import"
             assert node.module is not None
             if node.module == "oobleck":
@@ -127,7 +135,7 @@ def arrows(package: str) -> dict[str, dict[str, str]]:
 
 def names_in(path: Path, package: str) -> Iterator[tuple[int, str]]:
     """As `imports`, of one package; a name that is imported from it counts as its module."""
-    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+    for node in statements(path):
         if not isinstance(node, ast.ImportFrom) or node.module is None:
             continue
         if node.module == package:
@@ -206,7 +214,7 @@ def modules() -> dict[str, set[str]]:
     return {
         name: {
             found
-            for node in ast.walk(ast.parse(path.read_text()))
+            for node in statements(path)
             if isinstance(node, ast.ImportFrom) and node.module
             for found in (node.module, *(f"{node.module}.{each.name}" for each in node.names))
             if found in paths and found != name
