@@ -63,7 +63,7 @@ def step_s(plan: Plan, profile: Profile, monkeypatch: pytest.MonkeyPatch, *, who
         return estimate_listed(plan, profile, tied=False).step_s
 
 
-@pytest.mark.parametrize("count", [40, pytest.param(100, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("count", [15, pytest.param(100, marks=pytest.mark.soak)])
 def test_a_long_step_is_known_from_short_ones(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against the times of all visits in the order in which workers compute them."""
     errors = []

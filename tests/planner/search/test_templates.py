@@ -54,7 +54,7 @@ def cut_of(template: PipelineTemplate) -> Cut:
     return tuple((s.first_layer, s.last_layer + 1, s.gpus) for s in template.stages)
 
 
-@pytest.mark.parametrize("share", [0.4, pytest.param(1.0, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("share", [0.2, pytest.param(1.0, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("gpus_per_node", LIMITS)
 def test_templates_are_the_exact_minimum(gpus_per_node: int, share: float) -> None:
     most_layers, most_nodes = LIMITS[gpus_per_node]
