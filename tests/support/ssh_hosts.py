@@ -5,6 +5,7 @@ Oobleck needs, as one where the libraries are installed already; Oobleck itself 
 """
 
 import asyncio
+import os
 import stat
 import sys
 import threading
@@ -38,9 +39,12 @@ def is_open(path: Path) -> bool:
 class SshHosts:
     """A context manager: the servers run in a thread of their own."""
 
-    def __init__(self, folder: Path, names: list[str]) -> None:
+    def __init__(self, folder: Path, names: list[str], warm: str = "") -> None:
+        """`warm`: what agents' warm processes are forked from (`bench.support.preloaded`), as a
+        folder for PYTHONPATH."""
         self.folder = folder
         self.names = names
+        self._path = os.pathsep.join(filter(None, (warm, str(folder / "libraries"))))
         self.ports: dict[str, int] = {}
         self.known_hosts = folder / "known_hosts"
         self.identity = folder / "id_ed25519"
@@ -109,7 +113,7 @@ class SshHosts:
         environment = {
             "HOME": str(home),
             "PATH": f"{home / 'bin'}:/usr/bin:/bin",
-            "PYTHONPATH": str(self.folder / "libraries"),
+            "PYTHONPATH": self._path,
             "OMP_NUM_THREADS": "1",
         }
         child = await asyncio.create_subprocess_exec(

@@ -14,6 +14,7 @@ import pytest
 
 from bench.support.client import read_lines
 from bench.support.daemons import descendants
+from bench.support.preloaded import Preloaded
 from oobleck.cli.chaos.injector import kill
 from oobleck.cli.client import MasterClient
 from oobleck.cli.ssh import rolling
@@ -47,9 +48,10 @@ def secured(tmp_path: Path) -> Iterator[Secured]:
 
 
 @pytest.fixture
-def hosts() -> Iterator[SshHosts]:
+def hosts(preloaded: Preloaded) -> Iterator[SshHosts]:
     folder = Path(tempfile.mkdtemp(prefix="oobleck-ssh-"))
-    with SshHosts(folder, list(NODES)) as hosts:
+    preloaded.wait()
+    with SshHosts(folder, list(NODES), preloaded.python_path) as hosts:
         yield hosts
         agents = [agent_of(hosts, name) for name in NODES if place(hosts, name).exists()]
         trees = [one for agent in agents for one in descendants(agent.pid)]
@@ -72,6 +74,11 @@ def in_plan(secured: Secured, job_id: str) -> set[str]:
     return {node for pipeline in pipelines for node in pipeline["nodes"]}
 
 
+def await_plan(secured: Secured, job_id: str, nodes: set[str]) -> None:
+    """To ask takes a command, and so a third of a second of a core."""
+    until(lambda: in_plan(secured, job_id) == nodes, f"a plan of {nodes}", poll_s=0.5)
+
+
 @pytest.mark.cluster
 @pytest.mark.timeout(900)
 def test_agents_are_restarted_in_turn_and_no_step_is_lost(
@@ -92,7 +99,7 @@ def test_agents_are_restarted_in_turn_and_no_step_is_lost(
     assert "these agents run no code that comes with jobs" in up().stderr
     (tmp_path / "job.yaml").write_text(json.dumps(JOB))
     job_id = secured.oobleck("submit", str(tmp_path / "job.yaml")).stdout.strip()
-    until(lambda: in_plan(secured, job_id) == set(NODES), "a plan of all nodes")
+    await_plan(secured, job_id, set(NODES))
     before = {name: agent_of(hosts, name) for name in NODES}
     listed.write_text("".join(f"{hosts.line(name).strip()} workers=1\n" for name in NODES))
     done = up("--rolling", "1")
@@ -105,8 +112,10 @@ def test_agents_are_restarted_in_turn_and_no_step_is_lost(
     assert set(secured.states().values()) == {"live"}
 
     folder = tmp_path / "state" / "jobs" / job_id
-    events = read_lines(folder / "events.jsonl")
-    assert one_at_a_time(events) == 3
+    events = folder / "events.jsonl"
+    # A change is recorded once its first step is done.
+    until(lambda: not one_at_a_time(read_lines(events))[1], "the record of the last return")
+    assert one_at_a_time(read_lines(events)) == (3, set())
     secured.oobleck("cancel", job_id)
     steps = [line["step"] for line in read_lines(folder / "metrics.jsonl")]
     assert steps == list(range(1, len(steps) + 1))
@@ -115,7 +124,7 @@ def test_agents_are_restarted_in_turn_and_no_step_is_lost(
     assert secured.oobleck("node", "drain", "n3", "--reason", "bad DIMM", "--wait").returncode == 0
     (tmp_path / "job.yaml").write_text(json.dumps({**JOB, "fault_tolerance": 1}))
     job_id = secured.oobleck("submit", str(tmp_path / "job.yaml")).stdout.strip()
-    until(lambda: in_plan(secured, job_id) == {"n1", "n2"}, "a plan of the others")
+    await_plan(secured, job_id, {"n1", "n2"})
     there = {name: f"{hosts.line(name).strip()} workers=1" for name in NODES}
     listed.write_text(f"{there['n1']}\n{there['n2']}\n{there['n3']} device=cpu\n")
     (told,) = (line for line in up("--rolling", "1").stdout.splitlines() if "anew" in line)
@@ -135,8 +144,8 @@ def turns(told: str) -> list[str]:
     return [line for line in told.splitlines() if line.endswith("waiting until it takes part")]
 
 
-def one_at_a_time(events: list[dict[str, Any]]) -> int:
-    """How many nodes have left the plan and come back, none while another was out."""
+def one_at_a_time(events: list[dict[str, Any]]) -> tuple[int, set[str]]:
+    """How many nodes have left the plan, none while another was out; and who is not back."""
     members, out, number = set(NODES), set[str](), 0
     for event in events:
         if event["event"] == "reconfigured":
@@ -146,8 +155,7 @@ def one_at_a_time(events: list[dict[str, Any]]) -> int:
             number += len(members - now)
             members = now
             assert len(out) <= 1
-    assert not out
-    return number
+    return number, out
 
 
 class Drains:
