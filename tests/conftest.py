@@ -75,7 +75,8 @@ def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
     config.add_cleanup(shared.__exit__)
     if config.getoption("--device") == "cpu":
         for spec in specs:
-            spec.python = python_of(shared)
+            if spec.popen and not spec.python:
+                spec.python = python_of(shared)
 
 
 @pytest.hookimpl(optionalhook=True)
