@@ -13,9 +13,9 @@ import hypothesis
 import pytest
 
 from bench.support.preloaded import Preloaded
-from bench.support.testing import python_of
 from oobleck.host.programs import refuse_older_tls
 from support import devices
+from support.testing import python_of
 
 refuse_older_tls()
 # A script has what it starts in the background ignore Ctrl-C, and so would all that tests start.

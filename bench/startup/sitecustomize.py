@@ -28,7 +28,7 @@ _FORKED = (
     "oobleck.worker.warm",
     "oobleck.worker.describe",
     "oobleck.master.planning.worker",
-    "bench.support.testing",
+    "support.testing",
 )
 _DAEMONS = ("oobleck.master", "oobleck.agent")
 _time = time.time
