@@ -186,8 +186,7 @@ class Moves:
         spread = Spread(held, gone, self._ticks, load)
         for route in self._base.routes:
             if any(not gone.isdisjoint(hop.workers) for hop in route.hops):
-                for _ in range(route.microbatches):
-                    spread.way(route.hops)
+                spread.fill_each(route)
         self._visits += spread.visits + len(self._held)
         return max(load.values())
 

@@ -121,6 +121,8 @@ class Spread:
     ) -> None:
         self._held, self._lost, self._ticks, self._load = held, lost, ticks, load
         self._offered: dict[tuple[int, int], tuple[tuple[Hop, int], ...]] = {}
+        #: True if no workers hold layers together.
+        self._alone = all(len(group) == 1 for group in held)
         #: Number of hops visited.
         self.visits = 0
 
@@ -143,6 +145,14 @@ class Spread:
         parts = self.parts(passed)
         return _in_place(parts, self.fill(parts))
 
+    def fill_each(self, route: Route) -> None:
+        """Count the work of the route's micro-batches, each on its own way. Raises
+        PlanInfeasible."""
+        self.visits += route.microbatches * len(route.hops)
+        parts = self.parts(route.hops)
+        for _ in range(route.microbatches):
+            self.fill(parts)
+
     def parts(self, hops: Iterable[Hop]) -> _Parts:
         """Split the hops into runs of those that live and runs of lost ones, the holes."""
         return [(lives, list(run)) for lives, run in groupby(hops, self._lives)]
@@ -157,8 +167,13 @@ class Spread:
             before = parts[number - 1][1][-1].workers if number else ()
             after = parts[number + 1][1][0].workers if number + 1 < len(parts) else ()
             first_layer, last_layer = hops[0].first_layer, hops[-1].last_layer
-            ways = self._ways(first_layer, last_layer, after, {})
-            filling = next((w[2] for w in ways if _can_follow(before, w[2][0].workers)), None)
+            filling: tuple[Hop, ...] | None
+            if self._alone and len(before) <= 1 and len(after) <= 1:
+                best = self._best(first_layer, last_layer, {})
+                filling = None if best is None else best[2]
+            else:
+                ways = self._ways(first_layer, last_layer, after, {})
+                filling = next((w[2] for w in ways if _can_follow(before, w[2][0].workers)), None)
             if filling is None:
                 self.count(found, -microbatches)
                 raise PlanInfeasible(
@@ -178,6 +193,31 @@ class Spread:
     def busiest(self, fillings: _Fillings) -> int:
         """Return the load of the busiest worker of these hops."""
         return max(self._load[w] for hop in chain.from_iterable(fillings) for w in hop.workers)
+
+    def _best(self, layer: int, last_layer: int, known: dict[int, _Way | None]) -> _Way | None:
+        """Return the best way from `layer` on, as `_ways` has it first, where no workers hold
+        layers together: any worker can follow any other."""
+        if layer in known:
+            return known[layer]
+        load, least, fewest = self._load, 0, 0
+        best: tuple[Hop, _Way | None] | None = None
+        offers = self._offers(layer, last_layer)
+        self.visits += len(offers)
+        for hop, ticks in offers:
+            busiest, number = load[hop.workers[0]] + ticks, 1
+            rest = None
+            if hop.last_layer != last_layer:
+                rest = self._best(hop.last_layer + 1, last_layer, known)
+                if rest is None:
+                    continue
+                busiest, number = max(busiest, rest[0]), rest[1] + 1
+            if best is None or busiest < least or (busiest == least and number < fewest):
+                best, least, fewest = (hop, rest), busiest, number
+        known[layer] = None
+        if best is not None:
+            hop, rest = best
+            known[layer] = least, fewest, (hop,) if rest is None else (hop, *rest[2])
+        return known[layer]
 
     def _ways(
         self, layer: int, last_layer: int, after: _Group, known: dict[int, list[_Way]]

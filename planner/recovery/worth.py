@@ -3,6 +3,7 @@
 Owns the answers by templates and by re-routing, and the shadows that follow them.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -360,6 +361,10 @@ class _Around:
     least_s: float
 
     @property
+    def listed(self) -> bool:
+        return bool(listed_routes(self.plan))
+
+    @property
     def weighed_s(self) -> float:
         """The bound, with the cost of splitting backwards."""
         return self.least_s * splitting_weight(self.plan)
@@ -369,8 +374,17 @@ def _best_around(change: Change) -> tuple[Plan, float]:
     """Return the plan of the least step around lost nodes, and that step. Raises PlanInfeasible."""
     best: tuple[float, Plan, float] | None = None
     why: PlanInfeasible | None = None
-    for around in sorted(_around(change), key=lambda one: one.weighed_s):
-        if best is not None and around.weighed_s >= best[0]:
+    found = _around(change)
+    most_s = math.inf
+    if _visits(change.plan) > _SMALL_VISITS:  # list scheduling takes longer than all the rest
+        whole_s = min((one.weighed_s for one in found if not one.listed), default=math.inf)
+        most_s = (1 - _LEAST_LISTED) * whole_s
+
+    def is_late(one: _Around) -> bool:
+        return one.listed and one.weighed_s > most_s
+
+    for around in sorted(found, key=lambda one: (is_late(one), one.weighed_s)):
+        if best is not None and (is_late(around) or around.weighed_s >= best[0]):
             break
         try:
             plan = around.plan.with_rates(change.rates)
@@ -442,16 +456,23 @@ def _least_s(plan: Plan, ticks: Callable[[Hop], int]) -> float:
 
 #: Most visits of plans for which further numbers of helpers are tried.
 _SMALL_VISITS = 300
+#: Least share of a step by which list-scheduled routes have to promise more than whole ones, where
+#: there are more visits: they come as close to their bound only where pipelines are short.
+_LEAST_LISTED = 0.02
+
+
+def _visits(plan: Plan) -> int:
+    """Count the hops that all micro-batches visit."""
+    return sum(route.microbatches * len(route.hops) for route in plan.routes)
 
 
 def _helpers(plan: Plan) -> list[tuple[int | None, int]]:
     """Return numbers of helpers to try around a loss, with parts of a micro-batch for which other
     routes wait: as many as the workers can schedule soon, and none. Small plans try some more."""
-    visits = [route.microbatches * len(route.hops) for route in plan.routes]
-    most = MOST_VISITS // max(visits)
+    most = MOST_VISITS // max(route.microbatches * len(route.hops) for route in plan.routes)
     if most < len(plan.routes):
         return [(most - 1, 1), (0, 3)] if most > 1 else [(0, 3)]
-    if sum(visits) > _SMALL_VISITS:
+    if _visits(plan) > _SMALL_VISITS:
         return [(len(plan.routes), 1), (0, 3)]
     few = [(helpers, waits) for helpers in (1, 2, len(plan.routes)) for waits in (1, 3)]
     return [(None, 3), *few, (0, 3)]

@@ -162,17 +162,10 @@ def _chosen(
     patience: Patience,
 ) -> tuple[Instantiation, ...]:
     """Choose for the demand of these fields, which comes again whichever node of some is lost."""
-    demand = Demand(
-        costs=dict(costs),
-        nodes=nodes,
-        microbatches=microbatches,
-        min_pipelines=min_pipelines,
-        links=links,
-    )
+    demand, floors = _demanded(costs, nodes, microbatches, min_pipelines, links)
     search = SizeSearch(demand, patience.slack)
-    floors = {pipelines: search.floors(pipelines) for pipelines in demand.numbers}
-    numbers = sorted(floors, key=lambda pipelines: min(floors[pipelines]))
-    best = _best(search, {pipelines: floors[pipelines] for pipelines in numbers}, patience)
+    numbers = list(floors)
+    best = _best(search, floors, patience)
     if best is None and patience.limit is not None:
         return ()
     if best is None:
@@ -188,6 +181,28 @@ def _chosen(
             other = search.best(pipelines, floors[pipelines], within)
             found.extend([other] if other else [])
     return tuple(_instantiation(demand, one.sizes, one.step) for one in found)
+
+
+@lru_cache(maxsize=32)
+def _demanded(
+    costs: tuple[tuple[int, PipelineCost], ...],
+    nodes: int,
+    microbatches: int,
+    min_pipelines: int,
+    links: Links,
+) -> tuple[Demand, Mapping[int, Floats]]:
+    """Return the demand of these fields, and the floors of its numbers of pipelines, least first:
+    they are the same for any limit."""
+    demand = Demand(
+        costs=dict(costs),
+        nodes=nodes,
+        microbatches=microbatches,
+        min_pipelines=min_pipelines,
+        links=links,
+    )
+    search = SizeSearch(demand, EXACT)
+    floors = {pipelines: search.floors(pipelines) for pipelines in demand.numbers}
+    return demand, dict(sorted(floors.items(), key=lambda one: min(one[1])))
 
 
 def _best(search: SizeSearch, floors: Mapping[int, Floats], patience: Patience) -> BestSizes | None:

@@ -152,7 +152,7 @@ def planned(plan: Plan) -> ListSchedule | None:
     None: all routes have closed forms. Raises ValueError where the plan lacks a listing, and
     PlanInfeasible.
 
-    Cached: a plan is estimated, proven and compiled, and compiled again for the rest of a step.
+    Cached: a plan is compiled, and compiled again for the rest of a step.
     """
     asked = _asked(plan)
     return None if asked is None else _planned(*asked)
@@ -186,8 +186,8 @@ def _visits(plan: Plan, routes: tuple[int, ...]) -> Visits:
     assert plan.listing is not None, "it was asked for"
     ticks = {
         hop: taken
-        for route, own in zip(plan.routes, plan.listing.hops, strict=True)
-        for hop, taken in zip(route.hops, own, strict=True)
+        for number in routes
+        for hop, taken in zip(plan.routes[number].hops, plan.listing.hops[number], strict=True)
     }
     room = dict(zip(plan.workers, plan.listing.room, strict=True))
     return visits_of(plan, ticks.__getitem__, room, split=plan.listing.split, routes=routes)
@@ -220,11 +220,14 @@ def _foreseen(plan: Plan, routes: tuple[int, ...]) -> Foreseen:
     if len(kept) == len(routes) and longest <= 2 * 2 * fewer:
         return _exactly(plan, routes)
     some = _of_routes(plan, kept)
-    early, late = (_end(shortened(some, most)) for most in (fewer, 2 * fewer))
+    late = _end(shortened(some, 2 * fewer))
     busiest = max(load[worker] for worker in late.ends)
-    stalled = (late.stalled - early.stalled) / max(1, late.busiest - early.busiest)
-    # Where the time beyond the work shrinks, the shorter one has not filled all pipelines.
-    makespan = late.stalled + busiest + round(max(0.0, stalled) * (busiest - late.busiest))
+    makespan = late.stalled + busiest
+    if busiest > late.busiest:
+        early = _end(shortened(some, fewer))
+        stalled = (late.stalled - early.stalled) / max(1, late.busiest - early.busiest)
+        # Where the time beyond the work shrinks, the shorter one has not filled all pipelines.
+        makespan += round(max(0.0, stalled) * (busiest - late.busiest))
     beyond = makespan - max(least[worker] for worker in late.ends)
     ends = {worker: min(makespan, own + beyond) for worker, own in least.items()}
     for worker, end in late.ends.items():
@@ -243,9 +246,12 @@ def _fewer(hops: int) -> int:
 
 
 def _exactly(plan: Plan, routes: tuple[int, ...]) -> Foreseen:
-    whole = _planned(plan, routes)
-    ends = {worker: own[-1] for worker, own in whole.ends.items()}
-    return Foreseen(ends=ends, peak_bytes=whole.peak_bytes)
+    visits = _visits(plan, routes)
+    best = _best(visits, _passes(visits, BUDGET_VISITS))
+    return Foreseen(
+        ends=_ends(visits, best),
+        peak_bytes=dict(zip(visits.workers, best.peak_bytes, strict=True)),
+    )
 
 
 def _least_by_worker(
@@ -325,18 +331,23 @@ def _end(plan: Plan) -> _End:
     """Schedule all routes of the plan by the first rule."""
     visits = _visits(plan, tuple(range(len(plan.routes))))
     best = _best(visits, 1)
+    busiest = max(loads(visits))
+    return _End(
+        ends=_ends(visits, best),
+        makespan=best.makespan,
+        busiest=busiest,
+        stalled=best.makespan - busiest,
+    )
+
+
+def _ends(visits: Visits, best: Pass) -> dict[WorkerId, int]:
+    """Return the end of each worker's last compute."""
     count, ticks = len(visits.owner), visits.forward + visits.backward + visits.weight
     ends = [0] * len(visits.workers)
     for begin, code in best.begun:
         for worker in visits.members[visits.group[code % count]]:
             ends[worker] = begin + ticks[code]
-    busiest = max(loads(visits))
-    return _End(
-        ends=dict(zip(visits.workers, ends, strict=True)),
-        makespan=best.makespan,
-        busiest=busiest,
-        stalled=best.makespan - busiest,
-    )
+    return dict(zip(visits.workers, ends, strict=True))
 
 
 def forget() -> None:
