@@ -43,7 +43,7 @@ class Change:
     shadows: bool = False
     judge: Judge = by_formula
     costs: Costs | None = None
-    #: By number of nodes: other templates with the same T1 + T2 + T3.
+    #: By number of nodes: other templates that may be better in some plans.
     equals: Mapping[int, Sequence[Costed]] = field(default_factory=dict)
     #: Step estimates under `profile`, kept for all changes; None: made anew.
     replays: Replays | None = None
@@ -245,8 +245,10 @@ def outrun_bytes(change: Change, plan: Plan, step_s: float) -> int:
         return 0
     layers = change.profile.layers
     room = change.profile.links.inter_node_bytes_per_s * step_s
-    state = _moves(change, plan, [layer.travelling_bytes for layer in layers])
     gradients = _moves(change, plan, [layer.parameter_bytes for layer in layers])
+    if all(size <= room for of_a_step in gradients for size in of_a_step.values()):
+        return 0
+    state = _moves(change, plan, [layer.travelling_bytes for layer in layers])
     return max(
         sum(
             round(moved[node] * (1 - room / size))

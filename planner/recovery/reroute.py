@@ -291,7 +291,7 @@ def bundles(microbatches: int) -> Iterator[int]:
 
 def add_load(load: Counter[WorkerId], hop: Hop, ticks: int) -> None:
     for worker in hop.workers:
-        load[worker] += ticks
+        load[worker] = load.get(worker, 0) + ticks
 
 
 def _can_follow(before: _Group, after: _Group) -> bool:

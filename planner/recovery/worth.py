@@ -39,7 +39,7 @@ from oobleck.planner.search.choose import choose_among, keep_schedule, settled
 from oobleck.planner.search.demand import share_batch
 from oobleck.planner.search.shadows import with_shadows
 
-#: Least share of a step that another cut of equal T must gain.
+#: Least share of a step that another cut must gain.
 _LEAST_RECUT = 0.01
 #: Most offers that are left to choose from: each is proven, which takes time.
 _MOST_OFFERS = 3
@@ -207,7 +207,7 @@ def anew(change: Change) -> Answer:
 
 def _settled(found: Reconfiguration, change: Change, *, recut: bool = True) -> Answer:
     """Return the answer with the plan under its schedule, with the shadows that move no state.
-    `recut`: other cuts of equal T are tried."""
+    `recut`: other cuts are tried."""
     replays = change.replays or Replays(change.profile, tied=change.tied)
     plan = spread(found.plan, change.plan, change.racks, live=change.live)
     plan = plan.with_rates(change.rates)
@@ -442,13 +442,13 @@ def _least_s(plan: Plan, ticks: Callable[[Hop], int]) -> float:
     that are not split remain on them.
     """
     part = 4 if splitting_weight(plan) > 1 else 1
-    load, least = Counter[WorkerId](), dict[WorkerId, int]()
+    load, least = dict[WorkerId, int](), dict[WorkerId, int]()
     for route in plan.routes:
         before = 0
         for hop in route.hops:
             own = ticks(hop)
             for worker in hop.workers:
-                load[worker] += route.microbatches * own
+                load[worker] = load.get(worker, 0) + route.microbatches * own
                 least[worker] = min(least.get(worker, before), before)
             before += own
     return max(load[worker] + least[worker] // part for worker in load) / 1e9

@@ -33,7 +33,8 @@ class Offer:
     """Templates by their numbers of nodes, their costs, and a judge of plans made of them."""
 
     costed: Mapping[int, Costed]
-    #: By number of nodes: these, and others with the same T1 + T2 + T3 that fit as well.
+    #: By number of nodes: these, and others that fit as well: with the same T1 + T2 + T3, or with
+    #: fewer gradients on the worker that has most.
     equals: Mapping[int, tuple[Costed, ...]]
     #: Templates that the search for least T found first.
     found: Mapping[int, Costed]
@@ -213,7 +214,7 @@ class Catalogue:
 
 
 def _of_plan(offer: Offer, plan: Plan) -> list[Costed]:
-    """Return the offer's templates of equal T that the plan uses in place of the first."""
+    """Return the offer's other templates that the plan uses in place of the first."""
     pipelines = {len(pipeline.nodes): pipeline for pipeline in reversed(plan.pipelines)}
     found: list[Costed] = []
     for size, pipeline in sorted(pipelines.items()):

@@ -134,10 +134,12 @@ def worth_judging(demand: Demand, found: Mapping[Sizes, int], *, most: int) -> d
     """Return sizes that may be the fastest, with their ticks, the best by the formula first.
 
     Up to `most` are of `found` (with their ticks; the best by the formula among them). Where the
-    formula is rough, their neighbours are added, and where there are few sizes at all, any of them.
+    formula is rough, their neighbours are added, and where there are few sizes at all, any of them
+    within `ROUGH_BAND`: the formula knows neither split backwards nor sums beside compute.
     """
     best = min(found, key=lambda sizes: found[sizes])
     more: Iterable[Sizes] | None = demand.all_sizes()
+    few = more is not None
     if more is None and demand.rough(best):
         more = (near for sizes in found for near in demand.neighbours(sizes))
     if more is not None:
@@ -150,7 +152,7 @@ def worth_judging(demand: Demand, found: Mapping[Sizes, int], *, most: int) -> d
         sizes
         for sizes, step in steps.items()
         if step <= steps[best] * (1 + BAND)
-        or (step <= steps[best] * (1 + ROUGH_BAND) and demand.rough(sizes))
+        or (step <= steps[best] * (1 + ROUGH_BAND) and (few or demand.rough(sizes)))
     ]
     close.sort(key=lambda sizes: steps[sizes])
     return {sizes: steps[sizes] for sizes in close[:most]}

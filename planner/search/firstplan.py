@@ -296,7 +296,7 @@ class _Maker:
         return found
 
     def recut(self, best: tuple[bool, float], offer: Offer, plan: Plan) -> Plan:
-        """Recut the plan, size by size, where other cuts of the same T make the step shorter."""
+        """Recut the plan, size by size, where other cuts make the step shorter."""
         sizes = [len(pipeline.nodes) for pipeline in plan.pipelines]
         for size in sorted(set(sizes)):
             for costed in offer.equals[size]:

@@ -10,7 +10,8 @@ Many cuts have the same T. Owns the search, and which of them become templates.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,13 +43,13 @@ _MOST_LINKS = MOST_COMMUNICATORS - 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shortlist:
-    """Templates of one size and of least T; `quickest` and `found` may be the same."""
+    """Templates of one size: of least T, and `evened`. `quickest` and `found` may be the same."""
 
     #: Template whose pipeline ends first with micro-batches for all its stages.
     quickest: Costed
     #: First template that the search found.
     found: Costed
-    #: Next quickest ones.
+    #: Next quickest ones, and the evened one.
     others: tuple[Costed, ...] = ()
 
     @property
@@ -64,13 +65,20 @@ def generate_templates(profile: Profile, sizes: Sequence[int]) -> Mapping[int, P
 
 
 def shortlisted_templates(profile: Profile, sizes: Sequence[int]) -> Mapping[int, Shortlist]:
-    """Return a few templates of least T for each number of nodes. Raises PlanInfeasible."""
+    """Return a few templates of least T for each number of nodes, and an evened one. Raises
+    PlanInfeasible."""
     table = StageTable(profile)
-    candidates = [
-        [Costed(template_of(table, nodes, cut), profile) for cut in cuts]
-        for nodes, cuts in least_cuts(table, sizes).items()
-    ]
-    return {few.quickest.template.nodes: few for few in shortlists(candidates)}
+    sums = list(accumulate((layer.summed_bytes for layer in profile.layers), initial=0))
+    candidates, even = [], []
+    for nodes, cuts in least_cuts(table, sizes).items():
+        candidates.append([Costed(template_of(table, nodes, cut), profile) for cut in cuts])
+        cut = evened(table, sums, cuts[0])
+        more = () if cut in cuts else (Costed(template_of(table, nodes, cut), profile),)
+        even.append(more)
+    return {
+        few.quickest.template.nodes: replace(few, others=(*few.others, *more))
+        for few, more in zip(shortlists(candidates), even, strict=True)
+    }
 
 
 def feasible_sizes(profile: Profile, most: int) -> tuple[int, ...]:
@@ -294,6 +302,39 @@ def equal_cuts(
                 ties[nodes][cut] = None
         sizes = sizes[count:]
     return {nodes: tuple(cuts) for nodes, cuts in ties.items()}
+
+
+def evened(table: StageTable, sums: Sequence[int], cut: Stages) -> Stages:
+    """Return a cut of as many stages, none slower than the slowest one of `cut`, whose workers have
+    the fewest gradient bytes at most: T has no gradient sums, so it may leave one stage with many.
+    `sums`: running sums of the layers' bytes.
+    """
+    slowest = max(table.stage_time(*stage) for stage in cut)
+
+    def most_bytes(some: Stages) -> float:
+        return max((sums[stop] - sums[first]) / gpus for first, stop, gpus in some)
+
+    def below(limit: float) -> Stages | None:
+        """Fill the last stage as far as it may be, then the one before: those keep least."""
+        made, stop = [], table.layers
+
+        def may_be(first: int, gpus: int) -> bool:
+            few = (sums[stop] - sums[first]) / gpus < limit
+            return few and table.stage_time(first, stop, gpus) <= slowest
+
+        for before in reversed(range(len(cut))):
+            gpus, first = cut[before][2], stop - 1
+            if first < before or not may_be(first, gpus):
+                return None
+            while first > before and may_be(first - 1, gpus):
+                first -= 1
+            made.append((first, stop, gpus))
+            stop = first
+        return None if stop else tuple(reversed(made))
+
+    while (found := below(most_bytes(cut))) is not None:
+        cut = found
+    return cut
 
 
 def _drawn(

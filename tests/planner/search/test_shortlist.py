@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from itertools import accumulate, combinations, pairwise
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from oobleck.planner.cost.replay import computed_s
 from oobleck.planner.cost.stages import StageTable, stage_cost
 from oobleck.planner.search.demand import Costed
 from oobleck.planner.search.templates import (
+    evened,
     feasible_sizes,
     generate_templates,
     least_cuts,
@@ -114,3 +116,21 @@ def test_the_same_profile_gives_the_same_templates() -> None:
             assert [one.template for one in once[size].all] == [
                 other.template for other in again[size].all
             ]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_an_evened_cut_has_the_fewest_gradients_of_all_that_are_as_fast(seed: int) -> None:
+    profile, sizes = question(seed)
+    table = StageTable(profile)
+    sums = list(accumulate((layer.summed_bytes for layer in profile.layers), initial=0))
+    for cuts in least_cuts(table, sizes).values():
+        slowest = max(table.stage_time(*stage) for stage in cuts[0])
+        every = [
+            tuple((first, stop, 1) for first, stop in pairwise((0, *inner, table.layers)))
+            for inner in combinations(range(1, table.layers), len(cuts[0]) - 1)
+        ]
+        fast = [cut for cut in every if max(table.stage_time(*one) for one in cut) <= slowest]
+        most = [max(sums[stop] - sums[first] for first, stop, _ in cut) for cut in fast]
+        found = evened(table, sums, cuts[0])
+        assert found in fast
+        assert most[fast.index(found)] == min(most)

@@ -53,7 +53,7 @@ def replayed(
 
 @pytest.mark.parametrize("policy", ["auto", "templates"])
 @pytest.mark.parametrize(
-    "seed", [*range(4), *(pytest.param(each, marks=pytest.mark.soak) for each in (4, 5))]
+    "seed", [*range(4), 19, 34, *(pytest.param(each, marks=pytest.mark.soak) for each in (4, 5))]
 )
 def test_more_is_never_less(seed: int, policy: RecoveryPolicy) -> None:
     profile, rows = case(seed)
