@@ -57,8 +57,9 @@ class WorkerState:
     pid: int | None = None
     #: Empty until the worker is ready.
     card: str = ""
-    #: Fingerprint of the data that it reads; with `card`.
+    #: Fingerprint of the data that it reads, and the length of its start-up; with `card`.
     data: str = ""
+    up_s: float = 0.0
     #: Newest generation handed to it.
     sent: Generation = NO_GENERATION
     #: Newest generation that it has entered, its transfers done.
@@ -148,6 +149,7 @@ class WorkerState:
         match message:
             case Ready(card=card, data=data):
                 self.card, self.data = card, data
+                self.up_s = now - (self.asked_at if self.starts_at is None else self.starts_at)
                 self.heard_at = now
             case Alive():
                 self.heard_at = now

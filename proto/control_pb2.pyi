@@ -193,7 +193,7 @@ class NodeStatus(_message.Message):
     def __init__(self, job_id: _Optional[str] = ..., generation: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., leaving: _Optional[bool] = ..., trouble: _Optional[str] = ..., failed_starts: _Optional[int] = ..., ending: _Optional[bool] = ..., sick: _Optional[str] = ..., concern: _Optional[str] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("slot", "incarnation", "pid", "card", "generation", "also_entered", "committed_step", "stepped", "finished", "data", "peak_memory_bytes", "base_memory_bytes", "compute_steps", "compute_s", "rate", "hindrance", "beats", "doing", "waiting")
+    __slots__ = ("slot", "incarnation", "pid", "card", "generation", "also_entered", "committed_step", "stepped", "finished", "data", "peak_memory_bytes", "base_memory_bytes", "compute_steps", "compute_s", "rate", "hindrance", "up_s", "beats", "doing", "waiting")
     SLOT_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
@@ -210,6 +210,7 @@ class WorkerStatus(_message.Message):
     COMPUTE_S_FIELD_NUMBER: _ClassVar[int]
     RATE_FIELD_NUMBER: _ClassVar[int]
     HINDRANCE_FIELD_NUMBER: _ClassVar[int]
+    UP_S_FIELD_NUMBER: _ClassVar[int]
     BEATS_FIELD_NUMBER: _ClassVar[int]
     DOING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
@@ -229,10 +230,11 @@ class WorkerStatus(_message.Message):
     compute_s: float
     rate: float
     hindrance: str
+    up_s: float
     beats: int
     doing: str
     waiting: bool
-    def __init__(self, slot: _Optional[int] = ..., incarnation: _Optional[str] = ..., pid: _Optional[int] = ..., card: _Optional[str] = ..., generation: _Optional[int] = ..., also_entered: _Optional[_Iterable[int]] = ..., committed_step: _Optional[int] = ..., stepped: _Optional[int] = ..., finished: _Optional[bool] = ..., data: _Optional[str] = ..., peak_memory_bytes: _Optional[int] = ..., base_memory_bytes: _Optional[int] = ..., compute_steps: _Optional[int] = ..., compute_s: _Optional[float] = ..., rate: _Optional[float] = ..., hindrance: _Optional[str] = ..., beats: _Optional[int] = ..., doing: _Optional[str] = ..., waiting: _Optional[bool] = ...) -> None: ...
+    def __init__(self, slot: _Optional[int] = ..., incarnation: _Optional[str] = ..., pid: _Optional[int] = ..., card: _Optional[str] = ..., generation: _Optional[int] = ..., also_entered: _Optional[_Iterable[int]] = ..., committed_step: _Optional[int] = ..., stepped: _Optional[int] = ..., finished: _Optional[bool] = ..., data: _Optional[str] = ..., peak_memory_bytes: _Optional[int] = ..., base_memory_bytes: _Optional[int] = ..., compute_steps: _Optional[int] = ..., compute_s: _Optional[float] = ..., rate: _Optional[float] = ..., hindrance: _Optional[str] = ..., up_s: _Optional[float] = ..., beats: _Optional[int] = ..., doing: _Optional[str] = ..., waiting: _Optional[bool] = ...) -> None: ...
 
 class Evaluation(_message.Message):
     __slots__ = ("step", "loss", "samples", "seconds", "time")

@@ -112,6 +112,8 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     waiting: bool = False
     #: Slowdown of its GPU, reported by NVML; empty: none seen.
     hindrance: str = ""
+    #: Seconds that it took to be ready; 0: it is not, or unknown.
+    up_s: float = 0.0
 
 
 class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):

@@ -94,6 +94,7 @@ def _worker_status(state: NodeState, worker: WorkerState) -> types.WorkerStatus:
         doing=worker.alive.doing if worker.alive else "",
         waiting=worker.alive is not None and worker.alive.waiting,
         hindrance=state.health.hindrance(worker.slot, own),
+        up_s=worker.up_s,
     )
 
 

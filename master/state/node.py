@@ -52,9 +52,8 @@ class NodeSeen:
     #: Last sign of life before its newest stream began.
     heard_before: float | None = None
     status: NodeStatus = field(default_factory=NodeStatus)
-    #: By slot: a process that is not up yet, and since when.
-    starting: dict[int, tuple[Incarnation, float]] = field(default_factory=dict)
-    #: When the newest process was up, and the seconds since its fork; zeros: none was seen.
+    #: When the newest process was up, and the seconds of its start. Processes that were up before
+    #: this master saw them count as the oldest (time 0), and the slowest of them. Zeros: none.
     started: tuple[float, float] = (0.0, 0.0)
     #: When it could begin to prepare for the active job, and when it became ready for it.
     assigned_at: float | None = None

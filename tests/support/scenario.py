@@ -181,6 +181,7 @@ class Player:
         self.event_lines: dict[JobId, list[dict]] = {}
         self.profiles: dict[str, Profile] = {}
         self.swapped: dict[WorkerId, WorkerStatus] = {}
+        self.forked_at: dict[WorkerId, float] = {}
 
     # ---- playing
 
@@ -446,7 +447,9 @@ class Player:
             compute_steps=0,
             compute_s=0.0,
             finished=False,
+            up_s=0.0,
         )
+        self.forked_at[WorkerId(agent.facts.node, slot)] = self.now
 
     def _tell(self, agent: ScenarioAgent) -> None:
         self._observe(StatusReceived(node=agent.facts.node, status=agent.status))
@@ -644,7 +647,8 @@ class Player:
         for worker in workers:
             at = worker_id(worker)
             agent = self.agents[at.node]
-            agent.worker(at.slot, card=f"{at.node}:{4000 + at.slot}", data=agent.data)
+            up_s = self.now - self.forked_at[at]
+            agent.worker(at.slot, card=f"{at.node}:{4000 + at.slot}", data=agent.data, up_s=up_s)
             self._tell(agent)
 
     def do_broken(self, worker: str) -> None:

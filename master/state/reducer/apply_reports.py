@@ -148,7 +148,7 @@ def _take_status(state: ClusterState, node: Node, status: NodeStatus, now: float
     seen.hear(now)
     changed = _without_progress(status) != _without_progress(seen.status)
     before, seen.status = seen.status, status
-    _note_starts(seen, status, now)
+    _note_starts(seen, before, now)
     if seen.running is not None and seen.running.job_id != status.job_id:
         seen.running = None  # it has a newer assignment since
     job = state.job
@@ -172,16 +172,14 @@ def _take_status(state: ClusterState, node: Node, status: NodeStatus, now: float
     return changed
 
 
-def _note_starts(seen: NodeSeen, status: NodeStatus, now: float) -> None:
-    """Note how long processes took from their forks until they were up."""
-    before, seen.starting = seen.starting, {}
-    for worker in status.workers:
-        forked = before.get(worker.slot, (None, now))
-        since = forked[1] if forked[0] == worker.incarnation else now
-        if not worker.card:
-            seen.starting[worker.slot] = worker.incarnation, since
-        elif forked[0] == worker.incarnation:
-            seen.started = max(seen.started, (now, now - since))
+def _note_starts(seen: NodeSeen, before: NodeStatus, now: float) -> None:
+    """Note how long processes took to be up that were not so in the status before."""
+    for worker in seen.status.workers:
+        last = before.worker(worker.slot)
+        if last is None or last.incarnation != worker.incarnation:
+            seen.started = max(seen.started, (0.0, worker.up_s))
+        elif worker.up_s and not last.up_s:
+            seen.started = now, worker.up_s
 
 
 def _without_progress(status: NodeStatus) -> tuple[object, ...]:

@@ -3,11 +3,18 @@
 import pytest
 
 from oobleck.agent.connection.reports import standing_reports, status_of
-from oobleck.agent.events import WorkerSaid
+from oobleck.agent.events import (
+    Assigned,
+    ForkAsked,
+    StartWarm,
+    WarmReady,
+    WorkerForked,
+    WorkerSaid,
+)
 from oobleck.core.ids import Generation
-from oobleck.core.messages import Committed, ComputeTime, PhaseReached
+from oobleck.core.messages import Committed, ComputeTime, PhaseReached, Ready
 from oobleck.proto.status import read_status, status_message
-from support.agent_core import A, Node
+from support.agent_core import A, Node, desired
 from support.jobs import record
 
 
@@ -43,3 +50,17 @@ def test_a_new_session_hears_which_layers_were_received_until_the_plan_is_entere
     assert [report.what for report in standing_reports(node.state)] == [received]
     node.state.apply(WorkerSaid(incarnation=A, message=entered), node.now)
     assert standing_reports(node.state) == []
+
+
+def test_how_long_a_worker_took_to_be_ready_is_in_the_status() -> None:
+    node = Node()
+    node.after(StartWarm(), WarmReady(), Assigned(desired=desired()))
+    node.after(ForkAsked(slot=0, incarnation=A), WorkerForked(incarnation=A, pid=100))
+    (worker,) = status_of(node.state).workers
+    assert worker.up_s == 0.0, "it is not ready"
+    forked = node.now
+    node.after(at=forked + 7.0)
+    node.after(WorkerSaid(incarnation=A, message=Ready(pid=100, card="n1:1")))
+    node.after(at=forked + 30.0)
+    (worker,) = read_status(status_message(status_of(node.state))).workers
+    assert worker.up_s == 7.0
