@@ -19,16 +19,16 @@ import click
 from oobleck.cli.client import MasterClient
 from oobleck.cli.output.progress import said_if_long
 from oobleck.core.job.code import Json
-from oobleck.core.job.family import decode_config
 from oobleck.core.job.file import format_job
 from oobleck.core.job.model import ModelSpec, OwnModelSpec
-from oobleck.core.job.spec import FLOAT8_MULTIPLE, JobSpec
+from oobleck.core.job.spec import FLOAT8_MULTIPLE, JobSpec, fit_float8
 from oobleck.host.command import FAILED, USAGE, CommandFailed
 from oobleck.host.display import inline
 from oobleck.host.ipc.marker import Marker, with_last_line
 from oobleck.host.system.files import read_regular
 from oobleck.host.system.process import with_parent
 from oobleck.host.wheel import MOST_WHEEL_BYTES, Wheel, is_carried, stored_as, unpacked_in
+from oobleck.planner.profile.estimate import layer_counts
 
 # ---- the wheel: read, unpacked for checks, and sent
 
@@ -174,13 +174,13 @@ def _left_in_bfloat16(job: JobSpec) -> list[Problem]:
     bfloat16."""
     if job.training.precision != "fp8" or not isinstance(job.model, ModelSpec):
         return []
-    config = decode_config(job.model.config or "{}")
-    sizes = {key: config.get(key) or 0 for key in ("n_inner", "intermediate_size")}
-    if "num_key_value_heads" in config:
-        heads = config["num_attention_heads"]
-        width = config["head_dim"] or config["hidden_size"] // heads
-        sizes["num_attention_heads"] = width * heads
-        sizes["num_key_value_heads"] = width * (config["num_key_value_heads"] or heads)
+    sizes = {
+        one.key: size
+        for group in layer_counts(job.model).block.linear
+        for one in group
+        for size in (one.inputs, one.outputs)
+        if not fit_float8(size)
+    }
     return [
         Problem(
             where=f"model.config.{key}",
@@ -191,7 +191,6 @@ def _left_in_bfloat16(job: JobSpec) -> list[Problem]:
             warning=True,
         )
         for key, size in sizes.items()
-        if size % FLOAT8_MULTIPLE
     ]
 
 

@@ -15,8 +15,10 @@ from oobleck.core.job.family import (
     Family,
     Key,
     LayerCount,
+    Linear,
     attention_scores,
     check_padding,
+    dense_block,
     lookup,
 )
 
@@ -35,8 +37,7 @@ def _gpt2_count(config: Config, length: int) -> Counts:
         block=LayerCount(
             parameters=matrices + 9 * hidden + inner,
             flops=2.0 * matrices + 4.0 * length * hidden,
-            linear=matrices,
-            taken=3 * hidden + inner,
+            linear=dense_block(hidden, inner, "n_inner"),
             kept=8 * hidden + 2 * inner + scores,
             kept_wide=scores,
             masks=scores + (2 * hidden if config["resid_pdrop"] else 0),
@@ -152,8 +153,15 @@ def _llama_count(config: Config, length: int) -> Counts:
         block=LayerCount(
             parameters=matrices + biases + 2 * hidden,
             flops=2.0 * matrices + 4.0 * length * width * heads,
-            linear=matrices,
-            taken=2 * hidden + width * heads + inner,
+            linear=(
+                (
+                    Linear("num_attention_heads", hidden, width * heads),
+                    *[Linear("num_key_value_heads", hidden, width * shared)] * 2,
+                ),
+                (Linear("num_attention_heads", width * heads, hidden),),
+                (Linear("intermediate_size", hidden, inner),) * 2,
+                (Linear("intermediate_size", inner, hidden),),
+            ),
             kept=2 * width * (heads + shared) + 4 * inner + 4 * hidden + scores,
             kept_wide=2 * hidden + scores,
             masks=scores,
@@ -259,8 +267,7 @@ def _bert_count(config: Config, length: int) -> Counts:
         block=LayerCount(
             parameters=matrices + 9 * hidden + inner,
             flops=2.0 * matrices + 4.0 * length * hidden,
-            linear=matrices,
-            taken=3 * hidden + inner,
+            linear=dense_block(hidden, inner, "intermediate_size"),
             kept=8 * hidden + 2 * inner + scores,
             kept_wide=scores,
             masks=scores + (2 * hidden if dropout else 0),

@@ -8,7 +8,7 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 # ---- keys: their types, defaults and checks of values
 
@@ -158,6 +158,15 @@ def decode_config(text: str) -> dict[str, Any]:
 # ---- arithmetic of layers: parameters, FLOPs, and the numbers kept from forward to backward
 
 
+class Linear(NamedTuple):
+    """Sizes of a linear layer, at least one of them a multiple of the hidden size."""
+
+    #: Config key that the other size follows from; empty: it is one, too.
+    key: str
+    inputs: int
+    outputs: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerCount:
     """Arithmetic of one layer."""
@@ -165,10 +174,8 @@ class LayerCount:
     parameters: int
     #: Multiplications and additions of one token's forward.
     flops: float
-    #: Weights of linear layers that may multiply in float8, and the numbers per token that they
-    #: take.
-    linear: int = 0
-    taken: int = 0
+    #: Linear layers that multiply in float8 where their sizes fit; those together take one input.
+    linear: tuple[tuple[Linear, ...], ...] = ()
     #: Numbers per token kept from the forward to the backward, in the precision of computing.
     #: `kept_wide` counts those in float32 even under bf16: some norms, softmax, losses.
     kept: int = 0
@@ -196,6 +203,14 @@ def lookup(
         kept_wide=kept_wide,
         masks=hidden if dropout else 0,
     )
+
+
+def dense_block(hidden: int, inner: int, key: str) -> tuple[tuple[Linear, ...], ...]:
+    """List the linear layers of a block whose attention keeps the hidden size. `key`: the config's
+    for the `inner` units of its MLP."""
+    attention = Linear("", hidden, 3 * hidden), Linear("", hidden, hidden)
+    mlp = Linear(key, hidden, inner), Linear(key, inner, hidden)
+    return tuple((one,) for one in (*attention, *mlp))
 
 
 def attention_scores(heads: int, length: int, dropout: float) -> int:

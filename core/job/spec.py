@@ -35,6 +35,11 @@ Tracker = Literal["tensorboard", "wandb", "mlflow"]
 TRACKERS: tuple[Tracker, ...] = get_args(Tracker)
 
 
+def fit_float8(*sizes: int) -> bool:
+    """Return whether factors of these sizes multiply in float8."""
+    return not any(size % FLOAT8_MULTIPLE for size in sizes)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSpec:
     """Source of samples: text files, one flat file of token ids, or the user's data set."""
@@ -324,7 +329,7 @@ class JobSpec:
                 "which compiled code cannot; set dropout to 0, or leave compile out"
             )
         hidden = self.model.hidden if isinstance(self.model, ModelSpec) else 0
-        if self.training.precision == "fp8" and hidden % FLOAT8_MULTIPLE:
+        if self.training.precision == "fp8" and not fit_float8(hidden):
             raise ValueError(
                 f"precision: fp8 multiplies matrices whose sizes are multiples of "
                 f"{FLOAT8_MULTIPLE}, and the model has {hidden} hidden units; choose such a "

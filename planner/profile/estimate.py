@@ -10,9 +10,9 @@ from dataclasses import replace
 
 from oobleck.core.job.description import LayerSketch
 from oobleck.core.job.families import family_of
-from oobleck.core.job.family import Counts, LayerCount, decode_config
+from oobleck.core.job.family import Counts, LayerCount, decode_config, dense_block
 from oobleck.core.job.model import ModelSpec, OwnModelSpec
-from oobleck.core.job.spec import JobSpec, TrainingSpec
+from oobleck.core.job.spec import JobSpec, TrainingSpec, fit_float8
 from oobleck.core.profile import LayerProfile, Links, Profile
 from oobleck.core.sharing import sharing_sizes, with_exchanges
 from oobleck.planner.profile.machine import NOMINAL, Machine
@@ -102,7 +102,7 @@ def flops_per_token(job: JobSpec) -> float:
     """Return the operations of a step per token: forward and backward, without recomputation. The
     model is one known by its kind."""
     model = _built_in(job)
-    counts, blocks = _counts(model), model.layers
+    counts, blocks = layer_counts(model), model.layers
     return 3.0 * (counts.embedding.flops + blocks * counts.block.flops + counts.head.flops)
 
 
@@ -202,7 +202,7 @@ def _rows(job: JobSpec) -> int:
     return job.training.microbatch * _built_in(job).sequence_length
 
 
-def _counts(model: ModelSpec) -> Counts:
+def layer_counts(model: ModelSpec) -> Counts:
     """Return the arithmetic of each kind of layer."""
     family = family_of(model.kind)
     if family is not None:
@@ -220,8 +220,7 @@ def _counts(model: ModelSpec) -> Counts:
             # Plus weight and bias of two layer norms.
             parameters=matrices + 4 * hidden,
             flops=2.0 * matrices + 4.0 * length * hidden,
-            linear=matrices,
-            taken=7 * hidden,
+            linear=dense_block(hidden, 4 * hidden, ""),
             # qkv, attention output, MLP (up, GELU); norms and residuals
             kept=16 * hidden,
             masks=2 * hidden if model.dropout else 0,
@@ -235,7 +234,7 @@ def _counts(model: ModelSpec) -> Counts:
 
 
 def _embedding(job: JobSpec, machine: Machine) -> LayerProfile:
-    counted = _counts(_built_in(job)).embedding
+    counted = layer_counts(_built_in(job)).embedding
     return _layer(
         job,
         "embedding",
@@ -251,7 +250,7 @@ def _embedding(job: JobSpec, machine: Machine) -> LayerProfile:
 
 
 def _block(job: JobSpec, name: str, machine: Machine) -> LayerProfile:
-    counted = _counts(_built_in(job)).block
+    counted = layer_counts(_built_in(job)).block
     kept_bytes = _kept_bytes(job, counted)
     return _layer(
         job,
@@ -273,7 +272,7 @@ def _block(job: JobSpec, name: str, machine: Machine) -> LayerProfile:
 
 def _head(job: JobSpec, machine: Machine) -> LayerProfile:
     model = _built_in(job)
-    counted = _counts(model).head
+    counted = layer_counts(model).head
     chunk_bytes = _wide_bytes(job, min(LOSS_CHUNK, _rows(job) * model.vocabulary))
     return _layer(
         job,
@@ -344,13 +343,14 @@ def _layer(
     forward_s, weights_s = wide_s, wide_s
     if job.training.precision == "fp8":
         each = _COMPILED_CAST_BYTES if job.training.compile else _CAST_BYTES
-        casts = (counted.linear + _rows(job) * counted.taken) * each
-        gain_s = machine.float8_gain_s(2.0 * counted.linear * _rows(job))
+        weights, taken = float8_weights(counted)
+        casts = (weights + _rows(job) * taken) * each
+        gain_s = machine.float8_gain_s(2.0 * weights * _rows(job))
         forward_s += _moving_s(casts, machine, nominal=False) - gain_s
-        if job.training.fp8_recipe != "rowwise_with_gw_hp":
+        if job.training.fp8_recipe != "rowwise_with_gw_hp" and fit_float8(_rows(job)):
             weights_s = forward_s
         # The larger factor of a product: a third of the weights, or half of what they take.
-        factor = max(counted.linear // 3, _rows(job) * counted.taken // 2)
+        factor = max(weights // 3, _rows(job) * taken // 2)
         blocks = [*blocks, factor * (1 if job.training.compile else _CAST_WORKING_BYTES)]
     if machine.is_gpu:
         forward_s = max(forward_s, machine.least_s)
@@ -375,6 +375,16 @@ def _layer(
         mapped_bytes=mapped,
         output_bytes=output_bytes,
     )
+
+
+def float8_weights(counted: LayerCount) -> tuple[int, int]:
+    """Return the number of a layer's weights that multiply in float8, and of the numbers per token
+    that they take."""
+    fitting = [
+        [one for one in group if fit_float8(one.inputs, one.outputs)] for group in counted.linear
+    ]
+    weights = sum(one.inputs * one.outputs for group in fitting for one in group)
+    return weights, sum(group[0].inputs for group in fitting if group)
 
 
 def with_sums(layer: LayerProfile, training: TrainingSpec) -> LayerProfile:

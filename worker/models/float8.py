@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oobleck.core.job.spec import FLOAT8_MULTIPLE, Float8Recipe
+from oobleck.core.job.spec import Float8Recipe, fit_float8
 
 #: Least magnitude that a scale is made for, against a division by zero.
 _LEAST = 1e-12
@@ -70,7 +70,7 @@ def fits(x: Tensor) -> bool:
 
 def takes(weight: Tensor) -> bool:
     """Return whether torch has a float8 product with a weight of that shape."""
-    return weight.dim() == 2 and not any(size % FLOAT8_MULTIPLE for size in weight.shape)
+    return weight.dim() == 2 and fit_float8(*weight.shape)
 
 
 def is_apart(order: Sequence[object]) -> bool:
@@ -88,7 +88,7 @@ def multiply(x: Tensor, weight: Tensor, recipe: Recipe) -> Tensor:
 def weight_gradient(x: Tensor, gradient: Tensor, recipe: Recipe) -> Tensor | None:
     """Return the weight's gradient (outputs, inputs) from input (n, inputs) and output gradient
     (n, outputs), in bfloat16. None: it is to be a product of bfloat16."""
-    if not recipe.weight_gradient or len(x) % FLOAT8_MULTIPLE:
+    if not recipe.weight_gradient or not fit_float8(len(x)):
         return None
     left = _rounded(gradient.t(), recipe.gradient, recipe, rowwise=recipe.rowwise)
     return _product(left, _rounded(x.t(), _E4M3, recipe, rowwise=recipe.rowwise))

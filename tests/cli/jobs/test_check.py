@@ -237,7 +237,7 @@ def test_sizes_of_a_built_in_model_that_stay_in_bfloat16_are_said() -> None:
     rest = "data: {text: [a.txt]}\ntraining: {steps: 2, global_batch: 4, microbatch: 1, precision: "
     keys = "num_key_value_heads: 1, intermediate_size: 100"
     for more, precision, said in (
-        (keys, "fp8", {"intermediate_size": 100, "num_key_value_heads": 8}),
+        (keys, "fp8", {"num_key_value_heads": 8, "intermediate_size": 100}),
         ("intermediate_size: 96", "fp8", {}),
         (keys, "bf16", {}),
     ):

@@ -18,9 +18,11 @@ from oobleck.core.job.file import parse_job
 from oobleck.core.job.model import OwnModelSpec
 from oobleck.core.job.spec import Float8Recipe, JobSpec
 from oobleck.model import Model
+from oobleck.planner.profile.estimate import float8_weights, layer_counts
 from oobleck.worker.describe import look_at
 from oobleck.worker.models.base import (
     DeferredGradients,
+    Deferring,
     Linear,
     TransposedLinear,
     WeightGradients,
@@ -29,8 +31,9 @@ from oobleck.worker.models.base import (
 )
 from oobleck.worker.models.compiled import compiled
 from oobleck.worker.models.float8 import RECIPES
+from oobleck.worker.models.registry import build_layer
 from oobleck.worker.runtime import code
-from support import float8
+from support import float8, foreign
 from support.director import Director, WarmWorkers, make_plan
 from support.folders import ROOT
 from support.plain_loop import BATCH, MICROBATCH, RATE, SEED, plain_loop
@@ -215,6 +218,26 @@ def test_compiled_code_computes_the_same(recipe: Float8Recipe) -> None:
         assert torch.equal(one.grad, other)
 
 
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [
+        ("gpt2", {"n_embd": 32, "n_inner": 40}),
+        ("llama", {"hidden_size": 32, "intermediate_size": 48, "num_key_value_heads": 1}),
+        ("bert", {"hidden_size": 32, "intermediate_size": 40}),
+    ],
+)
+def test_plans_count_the_weights_that_multiply_in_float8(kind: str, sizes: dict[str, int]) -> None:
+    spec = foreign.spec(kind, sequence_length=8, **sizes)
+    block = build_layer(spec, 1)
+    narrow_products(block, RECIPES["tensorwise"])
+    linear = [part for part in block.modules() if isinstance(part, Deferring)]
+    narrow = sum(part.weight.numel() for part in linear if part.recipe is not None)
+    counted = layer_counts(spec).block
+    assert float8_weights(counted)[0] == narrow
+    everything = sum(one.inputs * one.outputs for group in counted.linear for one in group)
+    assert everything == sum(part.weight.numel() for part in linear) > narrow
+
+
 JOB = """\
 name: own
 model: {{python: "{model}", path: {folder}, arguments: {{{arguments}}}}}
@@ -258,6 +281,14 @@ def _allowed() -> Iterator[None]:
             [
                 "layer 1 (Linear): multiplies with its weight [20, 48] in bfloat16: fp8",
                 "layer 2 (Linear): multiplies with its weight [20, 20] in bfloat16: fp8",
+            ],
+        ),
+        (
+            "[32, 24], [24, 24], [24, 24], [24, 32], [32, 32]",
+            [
+                "layer 0 (Linear): multiplies with its weight [24, 32] in bfloat16: fp8",
+                "layer 1 (Linear): multiplies with its weight [24, 24] in bfloat16, in 2 layers",
+                "layer 3 (Linear): multiplies with its weight [32, 24] in bfloat16: fp8",
             ],
         ),
         ("[32, 20]", ["training.precision: fp8 is for nn.Linear layers whose sizes are"]),
