@@ -19,6 +19,7 @@ from oobleck.core.job.spec import JobSpec
 from oobleck.host.storage.export import export
 from oobleck.host.storage.weight_files import WeightsError
 from oobleck.worker.models import own
+from oobleck.worker.models.checks.built import look_at_float8
 from oobleck.worker.models.checks.check import SAMPLES, check
 from oobleck.worker.models.huggingface import pretrained
 from oobleck.worker.models.registry import weight_files
@@ -172,6 +173,15 @@ def test_an_export_of_adapters_wants_the_base_that_they_were_trained_on(tmp_path
         export(saved_at, found, tmp_path / "model")
     shutil.rmtree(tmp_path / "base")
     assert export(saved_at, found, tmp_path / "model")
+
+
+def test_what_adapters_multiply_in_bfloat16_is_said_in_a_line(tmp_path: Path) -> None:
+    saved("Qwen3ForCausalLM", tmp_path)
+    job = job_of(tmp_path, "Qwen3ForCausalLM", target_modules=("q_proj", "v_proj"))
+    assert isinstance(job.model, OwnModelSpec)
+    blocks = range(1, job.model.layer_count - 1)
+    (found,) = look_at_float8(job.model, blocks, seed=0)
+    assert f"and 3 more in bfloat16, in {len(blocks)} layers" in str(found)
 
 
 def test_dropout_of_adapters_is_found_and_passes_the_check(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ A hook by `register_post_accumulate_grad_hook` sees the sum so far, which severa
 in parts.
 """
 
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
@@ -75,10 +76,11 @@ def look_at_precision(where: str, module: nn.Module, precision: Precision) -> It
 
 
 def look_at_float8(spec: OwnModelSpec, layers: Sequence[int], seed: int) -> list[Problem]:
-    """Return a warning for each of the layers that multiplies in bfloat16 in an fp8 job, as its
-    sizes do not fit. Raises JobError if nothing fits."""
-    problems, fits = list[Problem](), False
-    for layer in layers:
+    """Return a warning for those of the layers that multiply in bfloat16 in an fp8 job, as their
+    sizes do not fit; one for all that have the same such weights, as adapters in each block.
+    `layers`: for each layer one of its kind. Raises JobError if nothing fits."""
+    alike, fits = defaultdict[tuple[str, str], Counter[int]](Counter), False
+    for layer, count in Counter(layers).items():
         module = build(spec, layer, seed)
         weights = {name: one.weight for name, one in module.named_modules() if is_plain(one)}
         odd = {name: weight for name, weight in weights.items() if not takes(weight)}
@@ -86,23 +88,25 @@ def look_at_float8(spec: OwnModelSpec, layers: Sequence[int], seed: int) -> list
         if odd:
             name, weight = next(iter(odd.items()))
             more = f" and {len(odd) - 1} more" if len(odd) > 1 else ""
-            problems.append(
-                Problem(
-                    where=f"layer {layer} ({type(module).__name__})",
-                    sentence=(
-                        f"multiplies with {name or 'its weight'} {list(weight.shape)}{more} in "
-                        f"bfloat16: fp8 takes weights whose sizes are multiples of "
-                        f"{FLOAT8_MULTIPLE}"
-                    ),
-                    warning=True,
-                )
-            )
+            what = f"{name or 'its weight'} {list(weight.shape)}{more}"
+            alike[type(module).__name__, what][layer] += count
     if not fits:
         raise JobError(
             "training.precision: fp8 is for nn.Linear layers whose sizes are multiples of "
             f"{FLOAT8_MULTIPLE}, and the model has none before its last layer; set it to bf16"
         )
-    return problems
+    return [
+        Problem(
+            where=f"layer {min(each)} ({kind})",
+            sentence=(
+                f"multiplies with {what} in bfloat16"
+                + (f", in {each.total()} layers" if each.total() > 1 else "")
+                + f": fp8 takes weights whose sizes are multiples of {FLOAT8_MULTIPLE}"
+            ),
+            warning=True,
+        )
+        for (kind, what), each in alike.items()
+    ]
 
 
 def _refused(module: nn.Module) -> Iterator[str]:

@@ -121,7 +121,7 @@ def describe(job: JobSpec, sample: tuple[Any, Any], warnings: list[Problem] | No
     _check_alike(tied, [dict(shapes) for _, shapes, _ in found])
     if precision == "fp8":
         narrow = found[:-1] if is_apart(found) else found
-        examples = sorted({found.index(kind) for kind in narrow})
+        examples = [found.index(kind) for kind in narrow]
         problems = built.look_at_float8(spec, examples, job.training.seed)
         if warnings is not None:
             warnings += problems
