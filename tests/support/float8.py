@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from oobleck.core.job.spec import Float8Recipe
 from oobleck.model import Model
-from oobleck.worker.models.base import TransposedLinear
+from oobleck.worker.models.base import Deferring, TransposedLinear
 
 #: A model of transformers, whose first weights are large enough for float8 to matter.
 LLAMA, LENGTH, WORDS = "LlamaForCausalLM", 16, 32
@@ -87,8 +87,8 @@ def emulate(layers: Iterable[nn.Module], recipe: Float8Recipe, kind: torch.dtype
     """Have the linear layers in `layers` compute so. `kind`: the type that their weights have."""
     for layer in layers:
         for part in layer.modules():
-            weight = getattr(part, "weight", None)
-            if "Linear" in type(part).__name__ and not any(size % 16 for size in weight.shape):
+            linear = isinstance(part, nn.Linear | Deferring)
+            if linear and not any(size % 16 for size in part.weight.shape):
                 part.forward = partial(_forward, part, recipe, kind)
 
 

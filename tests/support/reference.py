@@ -76,6 +76,22 @@ class _Layers(torch.nn.Module):
         }
 
 
+class _Narrow(_Layers):
+    """The layers of any kind, untied, as a bf16 or fp8 job computes: with copies of weights."""
+
+    def __init__(self, layers: list[Layer]) -> None:
+        super().__init__(layers, tied=False)
+
+    def forward(self, x: Tensor, keys: RowKeys) -> Tensor:
+        first, *others = self.layers
+        with torch.autocast(x.device.type, enabled=False):
+            x = first(x, keys).bfloat16()
+            for each in others:
+                copies = {name: weight.bfloat16() for name, weight in each.named_parameters()}
+                x = torch.func.functional_call(each, copies, (x, keys))
+        return x
+
+
 class _Foreign(torch.nn.Module):
     """transformers' model, whole; weights under the names of `layers`."""
 
@@ -105,12 +121,12 @@ def _build(job: JobSpec, device: torch.device) -> _Layers | _Foreign:
         initialise_parameters(layer, job.model, job.training.seed)
     if job.training.precision == "fp8":
         emulate(layers[1:-1], job.training.fp8_recipe, torch.bfloat16)
-    model = (
-        _Layers(layers, tied=job.model.tied)
-        if job.model.kind == "gpt"
-        else _Foreign(job.model, layers)
-    )
-    return model.to(device)
+    if job.model.kind == "gpt":
+        return _Layers(layers, tied=job.model.tied).to(device)
+    if job.training.narrow:
+        assert not job.model.tied
+        return _Narrow(layers).to(device)
+    return _Foreign(job.model, layers).to(device)
 
 
 def _optimizer(job: JobSpec, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:

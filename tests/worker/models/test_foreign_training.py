@@ -21,14 +21,18 @@ BYTES = {"vocab_size": 256}
 
 
 def make_job(
-    model: ModelSpec, output: Path, precision: str = "fp64", microbatch: int = 1
+    model: ModelSpec,
+    output: Path,
+    precision: str = "fp64",
+    microbatch: int = 1,
+    steps: int = 4,
 ) -> JobSpec:
     return JobSpec(
         name="foreign",
         model=model,
         data=DataSpec(text=(TEXT,)),
         training=TrainingSpec(
-            steps=4,
+            steps=steps,
             global_batch=6,
             microbatch=microbatch,
             precision=precision,  # type: ignore[arg-type]
@@ -94,19 +98,47 @@ def check(cluster: Director, job: JobSpec, reference: ReferenceRun, *, within: f
     assert_same_weights(read_output(job.output), reference.weights, rtol=10 * within)
 
 
+def train_alone(warm: WarmWorkers, job: JobSpec) -> Director:
+    """All of the model on one worker."""
+    with Director(warm, job) as cluster:
+        cluster.start("alone")
+        plan = make_plan(1, [[("alone", 4)]], [job.training.microbatches])
+        cluster.assign(plan)
+        cluster.wait_finished(plan)
+        cluster.stop()
+        return cluster
+
+
 def test_dropout_is_the_same_on_any_plan(warm: WarmWorkers, tmp_path: Path) -> None:
     job = make_job(
         foreign.spec("gpt2", sequence_length=16, dropout=0.1, **BYTES), tmp_path / "disturbed"
     )
     disturbed = train(warm, job).losses()
-    with Director(warm, job) as cluster:
-        cluster.start("alone")
-        plan = make_plan(1, [[("alone", 4)]], [6])
-        cluster.assign(plan)
-        cluster.wait_finished(plan)
-        cluster.stop()
-        alone = cluster.losses()
+    alone = train_alone(warm, job).losses()
     assert list(disturbed.values()) == pytest.approx(list(alone.values()), rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [
+        ("gpt2", {"n_embd": 32}),
+        ("llama", {"hidden_size": 32, "intermediate_size": 48, "num_key_value_heads": 2}),
+        ("bert", {"hidden_size": 32, "vocab_size": 257, "mask_token_id": 256}),
+    ],
+)
+def test_fp8_agrees_in_the_loss_with_the_formula(
+    warm: WarmWorkers, tmp_path: Path, kind: str, config: dict[str, object]
+) -> None:
+    """Weights are large enough at first for float8 to matter. The second step would be another one
+    as soon as a gradient is summed in another order."""
+    large = {**BYTES, **config, "initializer_range": 0.3, "tie_word_embeddings": False}
+    model = foreign.spec(kind, sequence_length=16, **large)
+    job, wide = (make_job(model, tmp_path, each, 2, steps=1) for each in ("fp8", "bf16"))
+    (record,) = train_alone(warm, job).records[1]
+    (formula,), (wider,) = (train_reference(one).steps for one in (job, wide))
+    assert record.loss == pytest.approx(formula.loss, rel=1e-5)
+    assert record.grad_norm == pytest.approx(formula.grad_norm, rel=1e-2)
+    assert record.loss != pytest.approx(wider.loss, rel=1e-3)
 
 
 @pytest.mark.parametrize(
