@@ -217,9 +217,11 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True):
             rank = 2 if self.is_consequence(setback) else 1
         return rank, setback.evidence_at
 
-    def split(self, error: Setback) -> tuple["Incident", "Incident"] | None:
-        """Return this incident without the job's own error, and one of that error alone; None: they
-        are one. They are two if this one began before, and in other processes."""
+    def split(self, apart: "Incident") -> tuple["Incident", "Incident"] | None:
+        """Return this incident without the job's own error, the only setback of `apart`, and that
+        with all that the error did; None: they are one. They are two if this one began before, and
+        in other processes."""
+        (error,) = apart.setbacks
         by_error = tuple(s for s in self.setbacks if self._is_by(s, error))
         others = tuple(s for s in self.setbacks if s not in by_error)
         clear = [s for s in others if s.kind not in _VAGUE]
@@ -239,13 +241,7 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True):
         rest = tuple(dated for dated in self.evidence if dated not in seen)
         return (
             replace(self, setbacks=others, evidence=rest),
-            Incident(
-                number=self.number + 1,
-                from_generation=self.from_generation,
-                members=self.members,
-                setbacks=(error, *by_error),
-                evidence=seen,
-            ),
+            replace(apart, setbacks=(error, *by_error), evidence=seen),
         )
 
     def _is_by(self, setback: Setback, error: Setback) -> bool:

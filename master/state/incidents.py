@@ -96,15 +96,8 @@ def own_error_after(
     if not isinstance(event, jobs.JobFailed):
         return None
     job = state.jobs[event.job_id]
-    if (split := _split(job, event, unix)) is None:
-        return None
-    current = job.current
-    return job, replace(
-        split[1],
-        number=job.incidents + 1,
-        from_generation=current.generation,
-        members=len(current.members),
-    )
+    split = _split(job, event, unix)
+    return None if split is None else (job, split[1])
 
 
 def _split(job: Job, event: jobs.JobFailed, unix: float) -> tuple[Incident, Incident] | None:
@@ -112,7 +105,8 @@ def _split(job: Job, event: jobs.JobFailed, unix: float) -> tuple[Incident, Inci
     error = _job_error(job, event, unix)
     if job.incident is None or error.kind != "job error":
         return None
-    return _with_evidence(job.incident, event.evidence, unix).split(error)
+    apart = replace(_opened(job), setbacks=(error,))
+    return _with_evidence(job.incident, event.evidence, unix).split(apart)
 
 
 def closes(job: Job, event: Journaled) -> bool:
@@ -126,12 +120,17 @@ def closes(job: Job, event: Journaled) -> bool:
     return isinstance(event, jobs.JobEnded)
 
 
-def _with_setback(job: Job, setback: Setback) -> Incident:
-    incident = job.incident or Incident(
+def _opened(job: Job) -> Incident:
+    """Return a new incident of the job, without setbacks."""
+    return Incident(
         number=job.incidents + 1,
         from_generation=job.current.generation,
         members=len(job.current.members),
     )
+
+
+def _with_setback(job: Job, setback: Setback) -> Incident:
+    incident = job.incident or _opened(job)
     return replace(incident, setbacks=(*incident.setbacks, setback))
 
 
