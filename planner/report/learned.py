@@ -11,6 +11,7 @@ from typing import Any
 
 from oobleck.planner.recovery.chooser import CHANGE_S
 from oobleck.planner.recovery.course import MORPH
+from oobleck.planner.recovery.outlook import corrected
 
 Record = Mapping[str, Any]
 
@@ -37,6 +38,8 @@ def learn_costs(
     steps_s, between = _steps(metrics)
     #: Seconds of steps whose plan expected some, and the expected ones.
     happened_s = expected_s = 0.0
+    #: Factor that the master had on the expected times of transfers (`outlook.corrected`).
+    factor = 1.0
     made = [one for one in events if one["event"] == "reconfigured" and "superseded_by" not in one]
     for change in made:
         phases, expected = change["phases"], change.get("expected")
@@ -50,16 +53,18 @@ def learn_costs(
             # Workers train on until they leave the plan before.
             found["prepare_s"].append(phases["abort"])
             continue
+        move_s = 0.0 if expected is None else expected["stall_s"] - CHANGE_S
+        took_s, link_s = phases.get("transfer", 0.0), move_s / factor
+        if change["policy"] != MORPH:
+            factor = corrected(factor, expected_s=move_s, happened_s=took_s)
         if change["cause"] == "worker lost":  # it also waits for the new process
             continue
         for phase, name in _PHASES.items():
             found[name].append(phases[phase])
         if change["policy"] == MORPH:
             found["load_s"].append(phases["transfer"])
-        elif link_bytes_per_s and expected is not None:
-            move_s = expected["stall_s"] - CHANGE_S
-            if move_s >= _LEAST_MOVE_S and phases["transfer"] > 0:
-                found["bytes_per_s"].append(link_bytes_per_s * move_s / phases["transfer"])
+        elif link_bytes_per_s and link_s >= _LEAST_MOVE_S and took_s > 0:
+            found["bytes_per_s"].append(link_bytes_per_s * link_s / took_s)
         if microbatches and change["redo_step"] is not None:
             kept = change["salvaged_microbatches"] / microbatches
             # Losses come at any time of a step, so half of it was done on average.

@@ -78,3 +78,15 @@ def test_what_no_record_tells_is_left_out() -> None:
         {"detect_s": 0.2, "plan_s": 0.1, "abort_s": 0.3, "meeting_s": 0.4}
     )
     assert learn_costs([], []) == {}
+
+
+def test_the_speed_of_links_is_free_of_what_the_master_has_learned_of_it() -> None:
+    """Transfers take twice as long as the links are said to. After the first one the master expects
+    more than a second for as many bytes."""
+    expected = [1.0, 2.0**0.5, 2.0**0.75]
+    events = [
+        change(number, expected={"step_s": 1.6, "stall_s": 0.5 + move_s})
+        for number, move_s in enumerate(expected, 2)
+    ]
+    costs = learn_costs(events, (), link_bytes_per_s=1e9, microbatches=8)
+    assert costs["bytes_per_s"] == pytest.approx(0.5e9)
