@@ -272,8 +272,10 @@ class Deferring(nn.Module):
     recipe: float8.Recipe | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        # Compiled code gives all gradients in one piece. There is no gradient without a graph, as
-        # in a forward that is computed again later.
+        # Compiled code gives all gradients in one piece: products in the type of the weight, which
+        # autograd adds to the sum. To add products to it instead, the sums would have to be inputs
+        # of the compiled forward that its backward changes. There is no gradient without a graph,
+        # as in a forward that is computed again later.
         graph = not torch.compiler.is_compiling() and x.requires_grad and torch.is_grad_enabled()
         added = _added.get() if graph else None
         if added is None or not self.weight.requires_grad:
