@@ -46,7 +46,7 @@ _ROWS = 8
 LOADING = ("LAZY", "EAGER")
 #: Processes started in each way; the first one may find the driver asleep, and files not cached.
 _STARTS = 2
-_START_S = 40.0
+_START_S = 120.0
 
 
 def forks(devices: Sequence[str]) -> Iterator[Finding]:

@@ -88,7 +88,8 @@ def test_a_job_for_gpus_gets_believable_times(tmp_path: Path) -> None:
         *(str(job), "--nodes", "16", "--gpu", "h100"),
         *("--set", "training.compile=true", "--set", "training.precision=fp8"),
     )
-    assert fp8["speed"]["mfu"] == pytest.approx(speed["with_fp8"]["mfu"], rel=0.02)
+    # Its own plan may cut the model better than the one for bf16, which the other figure is of.
+    assert 0.98 < fp8["speed"]["mfu"] / speed["with_fp8"]["mfu"] < 1.12
     assert {"with_fp8", "with_compile", "without_compile"} & {*fp8["speed"]} == {
         *("with_compile", "without_compile")
     }
