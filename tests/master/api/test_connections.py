@@ -40,6 +40,7 @@ from oobleck.master.api.connections import (
 from oobleck.master.api.pki_service import AuthorityFolder
 from support import loops
 from support.masters import PATIENT, master
+from support.waiting import until
 
 DEADLINE_S = 240.0
 #: Long enough for a connection on this host; one that is refused has no answer at all.
@@ -130,10 +131,11 @@ def test_a_port_knows_who_is_connected_and_refuses_some(family: socket.AddressFa
             clients.enter_context(connect(source, port))
         connections = Connections(time.monotonic, lambda who: False)
         here, there = packed(HERE), packed(THERE)
-        assert connections.waiting(watched) == {here: 1, there: 2}
+        # The kernel lists a connection a moment after its client has it.
+        until(lambda: connections.waiting(watched) == {here: 1, there: 2}, "three connections")
         proven = clients.enter_context(connect(THERE, port))
         connections.allowed(grpc_name(proven), None)
-        assert connections.waiting(watched) == {here: 1, there: 2}
+        until(lambda: connections.waiting(watched) == {here: 1, there: 2}, "no other than these")
 
         watched.refuse({there})
         assert refuses(THERE, port)
