@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from oobleck.core.checkpoint import MANIFEST, step_of
 from support.clusters import FORGETFUL
 from support.folders import ROOT
 from support.reader import Machine, lines_of, machines_at
@@ -27,6 +28,12 @@ def machines(tmp_path: Path) -> Iterator[dict[str, Machine]]:
     """By the page's address."""
     with machines_at(MACHINES, tmp_path) as found:
         yield found
+
+
+def newest_saved(checkpoints: Path) -> int:
+    return max(
+        (step_of(found.parent.name) or 0 for found in checkpoints.glob(f"*/{MANIFEST}")), default=0
+    )
 
 
 @pytest.mark.cluster
@@ -89,8 +96,10 @@ def test_who_follows_the_page_gets_the_head_back_and_training_goes_on(
     if "authority" in section:
         (spare.home / "authority").rename(tmp_path / "lost")
 
-    type_all(section)
     known = before["committed_step"]
+    if "authority" in section:
+        until(lambda: newest_saved(tmp_path / "saved") >= known, "a save without the head")
+    type_all(section)
 
     def trains_on() -> bool:
         now = status()
