@@ -68,15 +68,42 @@ class StepEstimate:
 
     schedule: Schedule
     step_s: float
-    #: Share of all workers' time that is not spent computing.
-    bubble: float
     #: Ordered by first pipeline.
     kinds: tuple[KindEstimate, ...]
+
+    @property
+    def bubble(self) -> float:
+        """Share of all workers' time that is not spent computing."""
+        workers = sum(each.count * each.kind.cut.workers for each in self.kinds)
+        busy = sum(
+            each.count * place.gpus * (busy_s + stage.update_s)
+            for each in self.kinds
+            for place, stage, busy_s in zip(
+                each.kind.cut.places, each.kind.cut.stages, each.busy_s, strict=True
+            )
+        )
+        return 1.0 - busy / (self.step_s * workers) if self.step_s else 0.0
 
     @property
     def peak_bytes(self) -> int:
         """Peak memory of the worker that needs most."""
         return max(peak for kind in self.kinds for peak in kind.peak_bytes)
+
+
+class Stages:
+    """Costs of a pipeline's stages, with the peaks that they were asked for."""
+
+    def __init__(self, costs: Iterable[StageCost]) -> None:
+        self.costs = tuple(costs)
+        self._peaks: dict[tuple[Schedule, int, bool], tuple[int, ...]] = {}
+
+    def peak_bytes(self, schedule: Schedule, microbatches: int, replicas: int) -> tuple[int, ...]:
+        """Return the peak memory of one worker of each stage, in a plan with `replicas` replicas of
+        the model."""
+        key = schedule, microbatches, replicas > 1
+        if key not in self._peaks:
+            self._peaks[key] = stage_peak_bytes(self.costs, schedule, microbatches, replicas)
+        return self._peaks[key]
 
 
 class Alike(NamedTuple):
@@ -87,7 +114,7 @@ class Alike(NamedTuple):
     numbers: tuple[int, ...]
     pipeline: Pipeline
     kind: Kind
-    costs: list[StageCost]
+    stages: Stages
 
 
 def pipeline_cut(places: tuple[Place, ...], costs: Iterable[StageCost], profile: Profile) -> Cut:
@@ -122,7 +149,10 @@ class Replays:
         #: Of short pipelines, from which those of longer ones follow.
         self._replayed: dict[Question, Ends] = {}
         self._cuts: dict[tuple[Place, ...], Cut] = {}
-        self._costs: dict[tuple[Place, bool], StageCost] = {}
+        #: By places, and whether each stage is resident.
+        self._stages: dict[tuple[tuple[Place, ...], tuple[bool, ...]], Stages] = {}
+        #: Of plans that are counted.
+        self._alone: dict[Pipeline, Alike] = {}
         self._ends: dict[tuple[Schedule, tuple[tuple[Kind, int], ...]], float] = {}
 
     def step_s(self, plans: Sequence[Mapping[Kind, int]]) -> list[float]:
@@ -167,7 +197,9 @@ class Replays:
         found, first = [], 0
         for pipeline, number in plan.items():
             numbers = tuple(range(first, first + number))
-            found.append(self._alike(pipeline, places_of(pipeline), numbers))
+            if pipeline not in self._alone:
+                self._alone[pipeline] = self._alike(pipeline, places_of(pipeline), (0,))
+            found.append(self._alone[pipeline]._replace(numbers=numbers))
             first += number
         return found
 
@@ -194,14 +226,13 @@ class Replays:
     def _alike(
         self, pipeline: Pipeline, places: tuple[Place, ...], numbers: tuple[int, ...]
     ) -> Alike:
-        costs = []
-        for stage, place in zip(pipeline.stages, places, strict=True):
-            known = place._replace(node=0), stage.resident
-            if known not in self._costs:
-                self._costs[known] = cost_of(stage, self.profile, place.rate)
-            costs.append(self._costs[known])
-        kind = Kind(pipeline.microbatches, self.cut(places, costs))
-        return Alike(numbers, pipeline, kind, costs)
+        key = places, tuple([stage.resident for stage in pipeline.stages])
+        if key not in self._stages:
+            pairs = zip(pipeline.stages, places, strict=True)
+            self._stages[key] = Stages(cost_of(one, self.profile, at.rate) for one, at in pairs)
+        stages = self._stages[key]
+        kind = Kind(pipeline.microbatches, self.cut(places, stages.costs))
+        return Alike(numbers, pipeline, kind, stages)
 
     def _estimate(
         self, kinds: Sequence[Alike], schedule: Schedule, replicas: int, plan: Plan | None = None
@@ -215,7 +246,7 @@ class Replays:
                 kind=each.kind,
                 computed_s=self._computed[schedule, each.kind],
                 peak_bytes=with_shadow_bytes(
-                    stage_peak_bytes(each.costs, schedule, each.kind.microbatches, replicas),
+                    each.stages.peak_bytes(schedule, each.kind.microbatches, replicas),
                     plan,
                     each.numbers,
                     shadows,
@@ -227,27 +258,21 @@ class Replays:
             step_s = plan_end_s(plan, _ends_s(plan, estimates), self.profile, tied=self._tied)
         else:
             step_s = self._end_s(schedule, {each.kind: each.count for each in estimates})
-        workers = sum(each.count * each.kind.cut.workers for each in estimates)
-        busy = sum(
-            each.count * place.gpus * (busy_s + stage.update_s)
-            for each in estimates
-            for place, stage, busy_s in zip(
-                each.kind.cut.places, each.kind.cut.stages, each.busy_s, strict=True
-            )
-        )
-        return StepEstimate(
-            schedule=schedule,
-            step_s=step_s,
-            bubble=1.0 - busy / (step_s * workers) if step_s else 0.0,
-            kinds=tuple(estimates),
-        )
+        return StepEstimate(schedule=schedule, step_s=step_s, kinds=tuple(estimates))
 
     def _replay(self, questions: Sequence[Question]) -> None:
         if len(self._computed) > _MOST_KEPT:
-            for kept in (self._computed, self._replayed, self._cuts, self._costs, self._ends):
-                kept.clear()
+            self._forget()
         unknown = dict.fromkeys(q for q in questions if q not in self._computed)
         self._computed.update(computed_s(unknown, self._replayed))
+
+    def _forget(self) -> None:
+        self._computed.clear()
+        self._replayed.clear()
+        self._cuts.clear()
+        self._stages.clear()
+        self._alone.clear()
+        self._ends.clear()
 
     def _end_s(self, schedule: Schedule, kinds: Mapping[Kind, int]) -> float:
         asked = schedule, tuple(kinds.items())
@@ -351,9 +376,12 @@ def worker_peak_bytes(
 def shadow_bytes(plan: Plan, profile: Profile) -> dict[WorkerId, int]:
     """Return the bytes that workers need for layers that they hold without running them."""
     found: dict[WorkerId, int] = {}
-    for hold in plan.holds if plan.shadows else ():
+    shadows = plan.shadows
+    for hold in plan.holds if shadows else ():
         for worker in hold.workers:
-            idle = [layer for layer in hold.layers if layer in plan.shadows.get(worker, ())]
+            if worker not in shadows:
+                continue
+            idle = [layer for layer in hold.layers if layer in shadows[worker]]
             if idle:
                 taken = idle_bytes(profile, idle, len(hold.workers))
                 found[worker] = found.get(worker, 0) + taken

@@ -51,6 +51,12 @@ class PipelineCost:
             return 0
         return most if self.period == 0 else min(most, 1 + (time - self.first) // self.period)
 
+    def next_end(self, time: int) -> int:
+        """Return the first tick after `time` at which a micro-batch behind the first one ends."""
+        if self.period == 0:
+            return self.first
+        return self.first + max(1, (time - self.first) // self.period + 1) * self.period
+
 
 def pipeline_cost(template: PipelineTemplate, profile: Profile) -> PipelineCost:
     """Return the closed-form cost of a template under 1F1B.

@@ -16,7 +16,7 @@ from oobleck.core.plan import Pipeline, PipelineTemplate, Plan, place
 from oobleck.core.profile import Profile
 from oobleck.core.schedules import SCHEDULES, Schedule
 from oobleck.core.ties import Ties
-from oobleck.planner.cost.estimate import SPLITTING_TIE, Replays, stage_peak_bytes
+from oobleck.planner.cost.estimate import SPLITTING_TIE, Replays
 from oobleck.planner.cost.kinds import Kind
 from oobleck.planner.cost.replay import least_computed_s
 from oobleck.planner.cost.stages import PipelineCost, StageTable
@@ -103,7 +103,7 @@ class Offer:
         room = self.profile.gpu_memory_bytes
         fits = any(
             all(
-                max(stage_peak_bytes(one.costs, schedule, one.kind.microbatches, copies)) <= room
+                max(one.stages.peak_bytes(schedule, one.kind.microbatches, copies)) <= room
                 for one in kinds
             )
             for schedule in SCHEDULES
@@ -117,12 +117,7 @@ class Offer:
         plan of a thousand nodes takes tens of milliseconds to make."""
         kinds = Counter(zip(candidate.sizes, candidate.shares, strict=True))
         return {
-            place(
-                self.costed[size].template,
-                tuple(NodeName(f"n{number}") for number in range(size)),
-                microbatches=share,
-            ): number
-            for (size, share), number in kinds.items()
+            self.costed[size].pipeline(share): number for (size, share), number in kinds.items()
         }
 
     def put(

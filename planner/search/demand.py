@@ -10,11 +10,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cached_property
+from functools import cached_property, lru_cache
+from heapq import heapify, heapreplace
 from itertools import islice
 
 from oobleck.core.errors import PlanInfeasible
-from oobleck.core.plan import PipelineTemplate
+from oobleck.core.ids import NodeName
+from oobleck.core.plan import Pipeline, PipelineTemplate, place
 from oobleck.core.profile import Links, Profile
 from oobleck.planner.cost.kinds import Cut, template_cut
 from oobleck.planner.cost.stages import PipelineCost, pipeline_cost, sync_ticks
@@ -39,6 +41,14 @@ class Costed:
 
     def __init__(self, template: PipelineTemplate, profile: Profile) -> None:
         self.template, self._profile = template, profile
+        self._pipelines: dict[int, Pipeline] = {}
+
+    def pipeline(self, microbatches: int) -> Pipeline:
+        """Return a pipeline of so many micro-batches, on any nodes."""
+        if microbatches not in self._pipelines:
+            nodes = tuple(NodeName(f"n{number}") for number in range(self.template.nodes))
+            self._pipelines[microbatches] = place(self.template, nodes, microbatches=microbatches)
+        return self._pipelines[microbatches]
 
     @cached_property
     def cost(self) -> PipelineCost:
@@ -189,7 +199,7 @@ def share_batch(costs: Sequence[PipelineCost], microbatches: int) -> tuple[int, 
             f"{len(costs)} pipelines need as many micro-batches, and the batch has {microbatches}; "
             "enlarge global_batch or lower microbatch"
         )
-    time = _full_at(Counter(costs), microbatches)
+    time = _full_at(tuple(Counter(costs).items()), microbatches)
     sure = {cost: _share(cost, time - 1, microbatches) for cost in set(costs)}
     most = {cost: _share(cost, time, microbatches) for cost in sure}
     left = microbatches - sum(sure[cost] for cost in costs)
@@ -204,29 +214,50 @@ def share_batch(costs: Sequence[PipelineCost], microbatches: int) -> tuple[int, 
 def makespan(pipelines: Mapping[PipelineCost, int], microbatches: int) -> int:
     """Return the ticks of the slowest of so many pipelines of each cost, with the best shares."""
     # Each has at least one micro-batch, however long that takes.
-    return max(_full_at(pipelines, microbatches), *(cost.first for cost in pipelines))
+    full = _full_at(tuple(pipelines.items()), microbatches)
+    return max(full, *(cost.first for cost in pipelines))
 
 
 def _share(cost: PipelineCost, time: int, microbatches: int) -> int:
     return max(1, cost.capacity(time, microbatches))
 
 
-def _full_at(pipelines: Mapping[PipelineCost, int], microbatches: int) -> int:
-    """Return the first tick by which the pipelines, each with at least one micro-batch, finish the
-    batch.
+#: Micro-batches per pipeline that are left for going from one end of a micro-batch to the next.
+_LEFT = 3
+#: Covers rounding in floating point.
+_ROUNDED_DOWN = 1 - 1e-9
+
+
+@lru_cache(maxsize=4096)
+def _full_at(pipelines: tuple[tuple[PipelineCost, int], ...], microbatches: int) -> int:
+    """Return the first tick by which so many pipelines of each cost, each with at least one
+    micro-batch, finish the batch.
+
+    In any time a pipeline finishes at most one micro-batch more than its rate says. So leaps by the
+    rates never go too far. The last few micro-batches are counted one after the other.
     """
 
-    def full(time: int) -> bool:
-        done = sum(n * _share(cost, time, microbatches) for cost, n in pipelines.items())
-        return done >= microbatches
+    def missing(time: int) -> int:
+        return microbatches - sum(n * _share(cost, time, microbatches) for cost, n in pipelines)
 
-    if full(0):
+    time, left = 0, missing(0)
+    if left <= 0:
         return 0
-    low, high = 0, max(cost.time(microbatches) for cost in pipelines)
-    while high - low > 1:  # low is too early
-        middle = (low + high) // 2
-        if full(middle):
-            high = middle
-        else:
-            low = middle
-    return high
+    number = sum(n for _, n in pipelines)
+    latest = max(cost.time(microbatches) for cost, _ in pipelines)
+    for until in sorted({latest, *(cost.first for cost, _ in pipelines)}):
+        # Until then no further cost ends micro-batches.
+        rates = [n / cost.period for cost, n in pipelines if cost.first <= time + 1 and cost.period]
+        while left > _LEFT * number and time + 1 < until:
+            leap = int((left - number) / sum(rates) * _ROUNDED_DOWN) if rates else until
+            time = min(time + max(1, leap), until - 1)
+            left = missing(time)
+    ends = [(cost.next_end(time), order) for order, (cost, _) in enumerate(pipelines)]
+    heapify(ends)
+    while True:
+        time, order = ends[0]
+        cost, n = pipelines[order]
+        left -= n if cost.period else microbatches
+        if left <= 0:
+            return time
+        heapreplace(ends, (time + cost.period, order))
