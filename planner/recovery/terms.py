@@ -18,6 +18,7 @@ from oobleck.planner.recovery.answer import Answer, Change
 from oobleck.planner.recovery.course import base_behind
 from oobleck.planner.search.catalogue import Catalogue, Offer
 from oobleck.planner.search.firstplan import make_first_plan
+from oobleck.planner.search.racks import renamed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,17 +76,26 @@ class Terms:
         generation: Generation,
     ) -> Plan:
         """Make the first plan for the nodes. Raises PlanInfeasible."""
-        pipelines = min(self.fault_tolerance + 1, len(nodes) // self.sizes.start, microbatches)
-        return make_first_plan(
-            catalogue,
-            self.sizes,
-            nodes,
-            profile=self.profile,
-            microbatches=microbatches,
-            min_pipelines=pipelines,
-            generation=generation,
-            wanted=self.schedule,
-        ).plan
+        names = sorted(nodes)
+        pipelines = min(self.fault_tolerance + 1, len(names) // self.sizes.start, microbatches)
+        memory, known = self.profile.gpu_memory_bytes, catalogue.first_plans
+        key = self.sizes, memory, len(names), microbatches, pipelines, self.schedule
+        if key not in known:
+            known[key] = make_first_plan(
+                catalogue,
+                self.sizes,
+                names,
+                profile=self.profile,
+                microbatches=microbatches,
+                min_pipelines=pipelines,
+                generation=generation,
+                wanted=self.schedule,
+            ).plan
+        made = known[key]
+        # Nodes are taken by name; some may be left over.
+        return renamed(made, dict(zip(made.nodes, names, strict=False))).having(
+            generation=generation
+        )
 
 
 def after(change: Change, taken: Answer) -> Change:

@@ -151,6 +151,8 @@ class Catalogue:
         self._shortlists: dict[int, Shortlist] = {}
         self._replays: Replays | None = None
         self._offers: dict[tuple[range, int], Offer] = {}
+        #: First plans made behind losses, by all that they depend on beside names of nodes.
+        self.first_plans: dict[object, Plan] = {}
 
     def offer(
         self,

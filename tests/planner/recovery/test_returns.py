@@ -93,6 +93,14 @@ def test_a_schedule_that_fits_no_longer_gives_way_to_1f1b() -> None:
     assert (after.schedule, len(after.nodes)) == ("1f1b", 6)
 
 
+def test_a_first_plan_behind_a_loss_is_one_for_the_nodes_that_are_left() -> None:
+    for cluster, running in clusters(4):
+        for left in (cluster.names[1:], cluster.names[:-1]):
+            change = cluster.change(running, running, left)
+            assert change.first is not None
+            assert change.first(left[::-1], Generation(2)) == cluster.first(left, 2)
+
+
 def refuse(change: Change) -> Answer:
     raise PlanInfeasible("not here")
 
