@@ -337,29 +337,28 @@ class _FewHelpers:
         self._routes, self._ticks, self._lost = routes, ticks, lost
         self._hit = [any(not lost.isdisjoint(h.workers) for h in r.hops) for r in routes]
         self._load = Counter[WorkerId]()
-        self._passing: dict[_Group, list[int]] = {}
-        for number, (route, hit) in enumerate(zip(routes, self._hit, strict=True)):
-            for hop in route.hops:
-                self._passing.setdefault(hop.workers, []).append(number)
-                if not hit:
-                    add_load(self._load, hop, route.microbatches * ticks(hop))
-        helping = self._helping(held, helpers) if helpers else set[_Group]()
-        some = {group: layers for group, layers in held.items() if group in helping}
-        self._spread = Spread(some, lost, ticks, self._load) if helpers else None
         #: By route without a hole: its hops' workers and ticks, and the ticks that they wait.
         self._own: dict[int, list[tuple[_Group, int]]] = {}
         self._wait: dict[int, int] = {}
+        for number, (route, hit) in enumerate(zip(routes, self._hit, strict=True)):
+            if hit:
+                continue
+            self._own[number] = [(hop.workers, ticks(hop)) for hop in route.hops]
+            for group, each in self._own[number]:
+                for worker in group:
+                    self._load[worker] = self._load.get(worker, 0) + route.microbatches * each
+        helping = self._helping(held, helpers) if helpers else set[_Group]()
+        some = {group: layers for group, layers in held.items() if group in helping}
+        self._spread = Spread(some, lost, ticks, self._load) if helpers else None
         #: Expected end of one more micro-batch there, or a lower bound, and the route.
         self._whole: list[tuple[int, int]] = []
-        for number, route in enumerate(routes):
-            if self._hit[number]:
-                continue
-            own = [(hop.workers, ticks(hop)) for hop in route.hops]
+        for number, own in self._own.items():
             taken = [each for _, each in own]
-            helps = any(group in helping for group, _ in own)
-            self._own[number] = own
-            self._wait[number] = (sum(taken) - max(taken)) * (1 if helps else waits) // _PARTS
-            self._whole.append((self._end(number), number))
+            most, helps = max(taken), any(group in helping for group, _ in own)
+            self._wait[number] = (sum(taken) - most) * (1 if helps else waits) // _PARTS
+            self._whole.append(
+                (routes[number].microbatches * most + most + self._wait[number], number)
+            )
         heapq.heapify(self._whole)
 
     def _end(self, number: int) -> int:
@@ -372,6 +371,10 @@ class _FewHelpers:
         """Return the groups of the routes that help: for each hole those whose workers have least
         to do."""
         found: set[_Group] = set()
+        passing: dict[_Group, list[int]] = {}
+        for number, one in enumerate(self._routes):
+            for hop in one.hops:
+                passing.setdefault(hop.workers, []).append(number)
         holes: dict[tuple[tuple[int, int], ...], _Parts] = {}
         for route in self._routes_hit():
             parts = Spread(held, self._lost, self._ticks, self._load).parts(route.hops)
@@ -388,7 +391,7 @@ class _FewHelpers:
                 spread.count(fillings, -1)
                 for hop in chain.from_iterable(fillings):
                     found.add(hop.workers)
-                    for number in self._passing.get(hop.workers, ()):
+                    for number in passing.get(hop.workers, ()):
                         found.update(h.workers for h in self._routes[number].hops)
                 left = {group: layers for group, layers in left.items() if group not in found}
         return found.intersection(held)

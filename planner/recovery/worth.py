@@ -364,6 +364,10 @@ class _Around:
     def listed(self) -> bool:
         return bool(listed_routes(self.plan))
 
+    def becomes(self, made: Plan) -> bool:
+        """Return whether a plan that was scheduled is this one: another schedule did not fit."""
+        return (self.plan.schedule, self.plan.routes) == (made.schedule, made.routes)
+
     @property
     def weighed_s(self) -> float:
         """The bound, with the cost of splitting backwards."""
@@ -386,6 +390,8 @@ def _best_around(change: Change) -> tuple[Plan, float]:
     for around in sorted(found, key=lambda one: (is_late(one), one.weighed_s)):
         if best is not None and (is_late(around) or around.weighed_s >= best[0]):
             break
+        if best is not None and around.becomes(best[1]):
+            continue
         try:
             plan = around.plan.with_rates(change.rates)
             made, step_s = scheduled(plan, situation(change))

@@ -288,7 +288,7 @@ def check_room(needed: int, now: Situation) -> None:
     """Raise PlanInfeasible where a worker needs more than its memory and more than the plan of
     templates needs; a shadow that takes over has activations too."""
     room = now.profile.gpu_memory_bytes
-    if needed > max(room, peak_bytes(now.base, now.profile)):
+    if needed > room and needed > peak_bytes(now.base, now.profile):
         raise PlanInfeasible(
             f"taking the micro-batches needs {format_bytes(needed)} of {format_bytes(room)}; "
             "move state instead"
@@ -303,10 +303,10 @@ def hop_ticks(profile: Profile, plan: Plan) -> Callable[[Hop], int]:
 
     def ticks(hop: Hop) -> int:
         # Hops are many and alike, and hashing one takes longer than its own rate.
-        key = hop.first_layer, hop.last_layer, len(hop.workers), plan.rate(hop.workers)
+        rate = plan.rate(hop.workers) if plan.rates else 1.0
+        key = hop.first_layer, hop.last_layer, len(hop.workers), rate
         if key not in known:
-            first, last, workers, rate = key
-            cost = stage_cost(profile, first, last, workers).at(rate)
+            cost = stage_cost(profile, hop.first_layer, hop.last_layer, len(hop.workers)).at(rate)
             known[key] = round((cost.forward_s + cost.backward_s) * 1e9)
         return known[key]
 
