@@ -123,6 +123,8 @@ class Spread:
         self._offered: dict[tuple[int, int], tuple[tuple[Hop, int], ...]] = {}
         #: True if no workers hold layers together.
         self._alone = all(len(group) == 1 for group in held)
+        #: By hole: its offers, where each of them is one worker that fills it whole.
+        self._whole: dict[tuple[int, int], Sequence[tuple[Hop, int, WorkerId]]] = {}
         #: Number of hops visited.
         self.visits = 0
 
@@ -168,6 +170,10 @@ class Spread:
             after = parts[number + 1][1][0].workers if number + 1 < len(parts) else ()
             first_layer, last_layer = hops[0].first_layer, hops[-1].last_layer
             filling: tuple[Hop, ...] | None
+            whole = self._offers_whole(first_layer, last_layer)
+            if whole and len(before) <= 1 and len(after) <= 1:
+                found.append((self._least_busy(whole, microbatches),))
+                continue
             if self._alone and len(before) <= 1 and len(after) <= 1:
                 best = self._best(first_layer, last_layer, {})
                 filling = None if best is None else best[2]
@@ -185,14 +191,33 @@ class Spread:
             found.append(filling)
         return tuple(found)
 
+    def _offers_whole(
+        self, first_layer: int, last_layer: int
+    ) -> Sequence[tuple[Hop, int, WorkerId]]:
+        """Return the offers for a hole if each of them is one worker that fills it whole."""
+        key = first_layer, last_layer
+        if key not in self._whole:
+            offers = self._offers(*key) if self._alone else ()
+            whole = all(hop.last_layer == last_layer for hop, _ in offers)
+            self._whole[key] = [(hop, each, hop.workers[0]) for hop, each in offers if whole]
+        return self._whole[key]
+
+    def _least_busy(self, offers: Sequence[tuple[Hop, int, WorkerId]], microbatches: int) -> Hop:
+        """Choose the offer as `_best` does, and count its work."""
+        load, least, best = self._load, -1, offers[0]
+        self.visits += len(offers)
+        for offer in offers:
+            busy = load.get(offer[2], 0) + offer[1]
+            if least < 0 or busy < least:
+                least, best = busy, offer
+        hop, each, worker = best
+        load[worker] = load.get(worker, 0) + microbatches * each
+        return hop
+
     def count(self, fillings: Iterable[tuple[Hop, ...]], microbatches: int) -> None:
         """Add the work of so many micro-batches there to the load."""
         for hop in chain.from_iterable(fillings):
             add_load(self._load, hop, microbatches * self._ticks(hop))
-
-    def busiest(self, fillings: _Fillings) -> int:
-        """Return the load of the busiest worker of these hops."""
-        return max(self._load[w] for hop in chain.from_iterable(fillings) for w in hop.workers)
 
     def _best(self, layer: int, last_layer: int, known: dict[int, _Way | None]) -> _Way | None:
         """Return the best way from `layer` on, as `_ways` has it first, where no workers hold
@@ -311,6 +336,19 @@ def merged(way: Iterable[Hop]) -> tuple[Hop, ...]:
     )
 
 
+#: Workers with the ticks of a micro-batch, as often as they compute for it.
+_Work = Sequence[tuple[WorkerId, int]]
+
+
+def _work_of(hops: Iterable[Hop], ticks: Callable[[Hop], int]) -> _Work:
+    return [(worker, each) for hop in hops for each in (ticks(hop),) for worker in hop.workers]
+
+
+def _add(load: Counter[WorkerId], work: _Work, microbatches: int) -> None:
+    for worker, each in work:
+        load[worker] = load.get(worker, 0) + microbatches * each
+
+
 #: Forward, input gradient and weight gradient. While a pipeline fills and drains, its workers wait
 #: for all three of the other stages' micro-batch, or for one where the backward is split.
 _PARTS = 3
@@ -337,35 +375,30 @@ class _FewHelpers:
         self._routes, self._ticks, self._lost = routes, ticks, lost
         self._hit = [any(not lost.isdisjoint(h.workers) for h in r.hops) for r in routes]
         self._load = Counter[WorkerId]()
-        #: By route without a hole: its hops' workers and ticks, and the ticks that they wait.
-        self._own: dict[int, list[tuple[_Group, int]]] = {}
+        #: By route without a hole: its workers with their ticks, and the ticks that they wait.
+        self._own: dict[int, _Work] = {}
         self._wait: dict[int, int] = {}
         for number, (route, hit) in enumerate(zip(routes, self._hit, strict=True)):
-            if hit:
-                continue
-            self._own[number] = [(hop.workers, ticks(hop)) for hop in route.hops]
-            for group, each in self._own[number]:
-                for worker in group:
-                    self._load[worker] = self._load.get(worker, 0) + route.microbatches * each
+            if not hit:
+                self._own[number] = _work_of(route.hops, ticks)
+                _add(self._load, self._own[number], route.microbatches)
         helping = self._helping(held, helpers) if helpers else set[_Group]()
         some = {group: layers for group, layers in held.items() if group in helping}
         self._spread = Spread(some, lost, ticks, self._load) if helpers else None
         #: Expected end of one more micro-batch there, or a lower bound, and the route.
         self._whole: list[tuple[int, int]] = []
-        for number, own in self._own.items():
-            taken = [each for _, each in own]
-            most, helps = max(taken), any(group in helping for group, _ in own)
-            self._wait[number] = (sum(taken) - most) * (1 if helps else waits) // _PARTS
-            self._whole.append(
-                (routes[number].microbatches * most + most + self._wait[number], number)
-            )
+        for number in self._own:
+            taken = [ticks(hop) for hop in routes[number].hops]
+            helps = any(hop.workers in helping for hop in routes[number].hops if helping)
+            wait = (sum(taken) - max(taken)) * (1 if helps else waits) // _PARTS
+            self._wait[number] = wait
+            self._whole.append(((routes[number].microbatches + 1) * max(taken) + wait, number))
         heapq.heapify(self._whole)
 
     def _end(self, number: int) -> int:
         """Return the expected end of one more micro-batch on a whole route."""
         load = self._load
-        ends = [max([load[w] for w in group]) + taken for group, taken in self._own[number]]
-        return max(ends) + self._wait[number]
+        return max([load[w] + taken for w, taken in self._own[number]]) + self._wait[number]
 
     def _helping(self, held: dict[_Group, set[int]], helpers: int) -> set[_Group]:
         """Return the groups of the routes that help: for each hole those whose workers have least
@@ -406,23 +439,22 @@ class _FewHelpers:
         for route in self._routes_hit():
             ways: Counter[_Fillings] = Counter()
             parts: _Parts = [] if self._spread is None else self._spread.parts(route.hops)
-            own = tuple(hop for lives, hops in parts if lives for hop in hops)
-            wait = sum(map(self._ticks, own)) // _PARTS
+            living = [hop for lives, hops in parts if lives for hop in hops]
+            wait, own = sum(map(self._ticks, living)) // _PARTS, _work_of(living, self._ticks)
             for count in bundles(route.microbatches):
                 number, whole_end = self._best_whole()
                 if self._spread is not None:
-                    fillings = (*self._spread.fill(parts, count), own)
-                    self._spread.count([own], count)
-                    if number is None or self._spread.busiest(fillings) + wait <= whole_end:
-                        ways[fillings[:-1]] += count
+                    fillings = self._spread.fill(parts, count)
+                    _add(self._load, own, count)
+                    if number is None or self._busiest(fillings, own) + wait <= whole_end:
+                        ways[fillings] += count
                         continue
+                    _add(self._load, own, -count)
                     self._spread.count(fillings, -count)
                 if number is None:
                     raise PlanInfeasible("no pipeline is left that could take the micro-batches")
                 taken[number] += count
-                for group, each in self._own[number]:
-                    for worker in group:
-                        self._load[worker] += count * each
+                _add(self._load, self._own[number], count)
             counts.update({joined(parts, filled): many for filled, many in ways.items()})
         found = Counter[tuple[Hop, ...]]()
         for number, route in enumerate(self._routes):
@@ -430,6 +462,12 @@ class _FewHelpers:
                 found[route.hops] += route.microbatches + taken[number]
         found.update(counts)
         return tuple(Route(hops=hops, microbatches=count) for hops, count in found.items())
+
+    def _busiest(self, fillings: _Fillings, own: _Work) -> int:
+        """Return the load of the busiest worker of these hops, and of its `own` ones."""
+        load = self._load
+        filling = [load[w] for hop in chain.from_iterable(fillings) for w in hop.workers]
+        return max(filling + [load[w] for w, _ in own])
 
     def _best_whole(self) -> tuple[int | None, int]:
         """Return the route that would be done first with one more whole micro-batch, and when."""
