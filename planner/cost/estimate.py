@@ -90,11 +90,11 @@ class StepEstimate:
         return max(peak for kind in self.kinds for peak in kind.peak_bytes)
 
 
-class Stages:
-    """Costs of a pipeline's stages, with the peaks that they were asked for."""
+class StageCosts:
+    """Costs of a pipeline's stages, with the peaks of memory that were asked for."""
 
     def __init__(self, costs: Iterable[StageCost]) -> None:
-        self.costs = tuple(costs)
+        self.stages = tuple(costs)
         self._peaks: dict[tuple[Schedule, int, bool], tuple[int, ...]] = {}
 
     def peak_bytes(self, schedule: Schedule, microbatches: int, replicas: int) -> tuple[int, ...]:
@@ -102,7 +102,7 @@ class Stages:
         the model."""
         key = schedule, microbatches, replicas > 1
         if key not in self._peaks:
-            self._peaks[key] = stage_peak_bytes(self.costs, schedule, microbatches, replicas)
+            self._peaks[key] = stage_peak_bytes(self.stages, schedule, microbatches, replicas)
         return self._peaks[key]
 
 
@@ -114,7 +114,7 @@ class Alike(NamedTuple):
     numbers: tuple[int, ...]
     pipeline: Pipeline
     kind: Kind
-    stages: Stages
+    costs: StageCosts
 
 
 def pipeline_cut(places: tuple[Place, ...], costs: Iterable[StageCost], profile: Profile) -> Cut:
@@ -150,7 +150,7 @@ class Replays:
         self._replayed: dict[Question, Ends] = {}
         self._cuts: dict[tuple[Place, ...], Cut] = {}
         #: By places, and whether each stage is resident.
-        self._stages: dict[tuple[tuple[Place, ...], tuple[bool, ...]], Stages] = {}
+        self._costs: dict[tuple[tuple[Place, ...], tuple[bool, ...]], StageCosts] = {}
         #: Of plans that are counted.
         self._alone: dict[Pipeline, Alike] = {}
         self._ends: dict[tuple[Schedule, tuple[tuple[Kind, int], ...]], float] = {}
@@ -227,12 +227,12 @@ class Replays:
         self, pipeline: Pipeline, places: tuple[Place, ...], numbers: tuple[int, ...]
     ) -> Alike:
         key = places, tuple([stage.resident for stage in pipeline.stages])
-        if key not in self._stages:
+        if key not in self._costs:
             pairs = zip(pipeline.stages, places, strict=True)
-            self._stages[key] = Stages(cost_of(one, self.profile, at.rate) for one, at in pairs)
-        stages = self._stages[key]
-        kind = Kind(pipeline.microbatches, self.cut(places, stages.costs))
-        return Alike(numbers, pipeline, kind, stages)
+            self._costs[key] = StageCosts(cost_of(one, self.profile, at.rate) for one, at in pairs)
+        costs = self._costs[key]
+        kind = Kind(pipeline.microbatches, self.cut(places, costs.stages))
+        return Alike(numbers, pipeline, kind, costs)
 
     def _estimate(
         self, kinds: Sequence[Alike], schedule: Schedule, replicas: int, plan: Plan | None = None
@@ -246,7 +246,7 @@ class Replays:
                 kind=each.kind,
                 computed_s=self._computed[schedule, each.kind],
                 peak_bytes=with_shadow_bytes(
-                    each.stages.peak_bytes(schedule, each.kind.microbatches, replicas),
+                    each.costs.peak_bytes(schedule, each.kind.microbatches, replicas),
                     plan,
                     each.numbers,
                     shadows,
@@ -262,17 +262,12 @@ class Replays:
 
     def _replay(self, questions: Sequence[Question]) -> None:
         if len(self._computed) > _MOST_KEPT:
-            self._forget()
+            for kept in (self._computed, self._replayed, self._cuts, self._ends):
+                kept.clear()
+            self._costs.clear()
+            self._alone.clear()
         unknown = dict.fromkeys(q for q in questions if q not in self._computed)
         self._computed.update(computed_s(unknown, self._replayed))
-
-    def _forget(self) -> None:
-        self._computed.clear()
-        self._replayed.clear()
-        self._cuts.clear()
-        self._stages.clear()
-        self._alone.clear()
-        self._ends.clear()
 
     def _end_s(self, schedule: Schedule, kinds: Mapping[Kind, int]) -> float:
         asked = schedule, tuple(kinds.items())
@@ -362,15 +357,15 @@ def worker_peak_bytes(
 ) -> dict[WorkerId, int]:
     """Return the peak memory of every worker, in the order of the plan, under its schedule. The
     estimate assumes at least `least_replicas` replicas of each layer."""
-    shadows = shadow_bytes(plan, profile)
-    found = {
-        worker: peak
-        for numbers, peaks in _peaks(plan, profile, max(least_replicas, replicas(plan)))
-        for number in numbers
-        for stage, peak in zip(plan.pipelines[number].stages, peaks, strict=True)
-        for worker in stage.workers
-    }
-    return {worker: found.get(worker, 0) + shadows.get(worker, 0) for worker in plan.workers}
+    found = dict.fromkeys(plan.workers, 0)
+    for numbers, peaks in _peaks(plan, profile, max(least_replicas, replicas(plan))):
+        for number in numbers:
+            for stage, peak in zip(plan.pipelines[number].stages, peaks, strict=True):
+                for worker in stage.workers:
+                    found[worker] = peak
+    for worker, taken in shadow_bytes(plan, profile).items():
+        found[worker] += taken
+    return found
 
 
 def shadow_bytes(plan: Plan, profile: Profile) -> dict[WorkerId, int]:

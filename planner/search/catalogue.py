@@ -103,7 +103,7 @@ class Offer:
         room = self.profile.gpu_memory_bytes
         fits = any(
             all(
-                max(one.stages.peak_bytes(schedule, one.kind.microbatches, copies)) <= room
+                max(one.costs.peak_bytes(schedule, one.kind.microbatches, copies)) <= room
                 for one in kinds
             )
             for schedule in SCHEDULES
