@@ -659,7 +659,7 @@ class ListJobsReply(_message.Message):
     def __init__(self, jobs: _Optional[_Iterable[_Union[JobStatus, _Mapping]]] = ..., problem: _Optional[str] = ..., head: _Optional[_Union[HeadStatus, _Mapping]] = ...) -> None: ...
 
 class JobStatus(_message.Message):
-    __slots__ = ("job_id", "name", "state", "reason", "generation", "committed_step", "recorded_step", "steps", "loss", "tokens_per_s", "mfu", "submitted_at", "started_at", "finished_at", "plan", "can_lose", "eta_s", "reconfigurations", "policy", "plan_policy", "then", "directory", "profile", "checkpoint", "checkpoint_step", "checkpoint_path", "checkpoint_at", "outlook", "save_failure", "evaluation", "skipped_steps", "memory", "data_plane", "incidents", "last_incident", "last_incident_at", "redo", "problem", "journal_cut_at", "last_step_age_s", "records_lost", "lost_records")
+    __slots__ = ("job_id", "name", "state", "reason", "generation", "committed_step", "recorded_step", "steps", "loss", "tokens_per_s", "mfu", "submitted_at", "started_at", "finished_at", "plan", "can_lose", "eta_s", "reconfigurations", "policy", "plan_policy", "then", "directory", "profile", "checkpoint", "checkpoint_step", "checkpoint_path", "checkpoint_at", "outlook", "save_failure", "evaluation", "skipped_steps", "memory", "data_plane", "incidents", "last_incident", "last_incident_at", "slow_workers", "redo", "problem", "journal_cut_at", "last_step_age_s", "records_lost", "lost_records")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -696,6 +696,7 @@ class JobStatus(_message.Message):
     INCIDENTS_FIELD_NUMBER: _ClassVar[int]
     LAST_INCIDENT_FIELD_NUMBER: _ClassVar[int]
     LAST_INCIDENT_AT_FIELD_NUMBER: _ClassVar[int]
+    SLOW_WORKERS_FIELD_NUMBER: _ClassVar[int]
     REDO_FIELD_NUMBER: _ClassVar[int]
     PROBLEM_FIELD_NUMBER: _ClassVar[int]
     JOURNAL_CUT_AT_FIELD_NUMBER: _ClassVar[int]
@@ -738,13 +739,14 @@ class JobStatus(_message.Message):
     incidents: int
     last_incident: str
     last_incident_at: float
+    slow_workers: _containers.RepeatedCompositeFieldContainer[WorkerId]
     redo: Redo
     problem: str
     journal_cut_at: float
     last_step_age_s: float
     records_lost: int
     lost_records: _containers.RepeatedCompositeFieldContainer[LostRecords]
-    def __init__(self, job_id: _Optional[str] = ..., name: _Optional[str] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., generation: _Optional[int] = ..., committed_step: _Optional[int] = ..., recorded_step: _Optional[int] = ..., steps: _Optional[int] = ..., loss: _Optional[float] = ..., tokens_per_s: _Optional[float] = ..., mfu: _Optional[float] = ..., submitted_at: _Optional[float] = ..., started_at: _Optional[float] = ..., finished_at: _Optional[float] = ..., plan: _Optional[_Union[Plan, _Mapping]] = ..., can_lose: _Optional[int] = ..., eta_s: _Optional[float] = ..., reconfigurations: _Optional[int] = ..., policy: _Optional[str] = ..., plan_policy: _Optional[str] = ..., then: _Optional[str] = ..., directory: _Optional[str] = ..., profile: _Optional[str] = ..., checkpoint: _Optional[str] = ..., checkpoint_step: _Optional[int] = ..., checkpoint_path: _Optional[str] = ..., checkpoint_at: _Optional[float] = ..., outlook: _Optional[_Union[Outlook, _Mapping]] = ..., save_failure: _Optional[str] = ..., evaluation: _Optional[_Union[Evaluation, _Mapping]] = ..., skipped_steps: _Optional[int] = ..., memory: _Optional[_Iterable[_Union[WorkerMemory, _Mapping]]] = ..., data_plane: _Optional[str] = ..., incidents: _Optional[int] = ..., last_incident: _Optional[str] = ..., last_incident_at: _Optional[float] = ..., redo: _Optional[_Union[Redo, _Mapping]] = ..., problem: _Optional[str] = ..., journal_cut_at: _Optional[float] = ..., last_step_age_s: _Optional[float] = ..., records_lost: _Optional[int] = ..., lost_records: _Optional[_Iterable[_Union[LostRecords, _Mapping]]] = ...) -> None: ...
+    def __init__(self, job_id: _Optional[str] = ..., name: _Optional[str] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., generation: _Optional[int] = ..., committed_step: _Optional[int] = ..., recorded_step: _Optional[int] = ..., steps: _Optional[int] = ..., loss: _Optional[float] = ..., tokens_per_s: _Optional[float] = ..., mfu: _Optional[float] = ..., submitted_at: _Optional[float] = ..., started_at: _Optional[float] = ..., finished_at: _Optional[float] = ..., plan: _Optional[_Union[Plan, _Mapping]] = ..., can_lose: _Optional[int] = ..., eta_s: _Optional[float] = ..., reconfigurations: _Optional[int] = ..., policy: _Optional[str] = ..., plan_policy: _Optional[str] = ..., then: _Optional[str] = ..., directory: _Optional[str] = ..., profile: _Optional[str] = ..., checkpoint: _Optional[str] = ..., checkpoint_step: _Optional[int] = ..., checkpoint_path: _Optional[str] = ..., checkpoint_at: _Optional[float] = ..., outlook: _Optional[_Union[Outlook, _Mapping]] = ..., save_failure: _Optional[str] = ..., evaluation: _Optional[_Union[Evaluation, _Mapping]] = ..., skipped_steps: _Optional[int] = ..., memory: _Optional[_Iterable[_Union[WorkerMemory, _Mapping]]] = ..., data_plane: _Optional[str] = ..., incidents: _Optional[int] = ..., last_incident: _Optional[str] = ..., last_incident_at: _Optional[float] = ..., slow_workers: _Optional[_Iterable[_Union[WorkerId, _Mapping]]] = ..., redo: _Optional[_Union[Redo, _Mapping]] = ..., problem: _Optional[str] = ..., journal_cut_at: _Optional[float] = ..., last_step_age_s: _Optional[float] = ..., records_lost: _Optional[int] = ..., lost_records: _Optional[_Iterable[_Union[LostRecords, _Mapping]]] = ...) -> None: ...
 
 class Outlook(_message.Message):
     __slots__ = ("losses_per_node_day", "next_loss_s", "prior_mtbf_s", "seen", "back_s")

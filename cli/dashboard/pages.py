@@ -1,6 +1,5 @@
 """Pages that stay up to date: Cluster, Job, Incident and Logs. Each lists its current parts."""
 
-import re
 import time
 from bisect import bisect_right
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -254,6 +253,7 @@ def _up_to_date(job: pb.JobStatus, history: JobHistory) -> pb.JobStatus:
     if (record := history.incidents.get(job.incidents)) is not None:
         found.last_incident = record["summary"]
         found.last_incident_at = float(record["closed_at"])
+        del found.slow_workers[:]
     return found
 
 
@@ -261,7 +261,7 @@ def _worth_telling(job: pb.JobStatus, history: JobHistory) -> list[Mapping[str, 
     """Return the events, newest first: of checkpoints the newest and the newest failure, because
     there are many, and nothing of closed incidents and slow workers of an open one, which the page
     shows by themselves."""
-    named = re.findall(r"[^\s;,]+/\d+", open_incident(job))
+    named = {(worker.node, worker.slot) for worker in job.slow_workers}
     newest = {event["event"]: event for event in history.events}
     spans = [(one["opened_at"], one["closed_at"]) for one in history.incidents.values()]
 
@@ -271,7 +271,7 @@ def _worth_telling(job: pb.JobStatus, history: JobHistory) -> list[Mapping[str, 
                 return event is newest[kind]
             case "incident":
                 return False
-            case "rate_changed" if f"{event['node']}/{event['slot']}" in named:
+            case "rate_changed" if (event["node"], event["slot"]) in named:
                 return False
             case kind:
                 within = any(begin <= event["time"] <= end for begin, end in spans)

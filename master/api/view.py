@@ -141,6 +141,7 @@ def _tell_incident(message: pb.JobStatus, job: Job) -> None:
         message.last_incident = headline_of(failure)
     elif slowdown is not None:
         message.last_incident = slowdown_headline(slowdown)
+        message.slow_workers.extend(worker_message(one.worker) for one in slowdown.workers)
 
 
 def _tell_redo(message: pb.JobStatus, job: Job) -> None:

@@ -172,6 +172,7 @@ def test_running_jobs_and_open_incidents_come_first_and_the_rest_is_folded(tmp_p
 def test_a_slow_worker_is_told_once_on_its_jobs_page(tmp_path: Path) -> None:
     told = "worker n2/0 (rank 1) computes at 0.50 of the others' pace; also slow: n3/1"
     job = pb.JobStatus(job_id="demo-1", state="running", steps=5, incidents=2, last_incident=told)
+    job.slow_workers.extend([pb.WorkerId(node="n2", slot=0), pb.WorkerId(node="n3", slot=1)])
     slow = [
         {"event": "rate_changed", "time": at, "node": node, "slot": slot, "rate": 0.5, "steps": 9}
         | {"step_s": 0.2, "usual_s": 0.1}

@@ -228,6 +228,8 @@ def test_status_names_slow_workers_as_an_incident_and_a_failure_in_it_as_a_newer
         player.play(happened)
         job = player.state.jobs[JobId("demo-1")]
         status = job_status(player.state, job, CONFIG, player.now)
+        named = [f"{worker.node}/{worker.slot}" for worker in status.slow_workers]
+        assert named == (["n2/0"] if status.last_incident == slow else [])
         return status.incidents, status.last_incident, status.last_incident_at
 
     slow = "slow worker n2/0 (rank 1): 0.50 of the others' pace"
