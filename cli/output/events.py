@@ -14,8 +14,13 @@ from oobleck.proto import control_pb2 as pb
 
 def event_line(record: dict[str, Any], width: int | None = None) -> str:
     """Format a record of events.jsonl as one readable line, folded at `width`."""
-    at = clock(float(record.get("time", 0.0)))
+    at = _began(record)
     return folded(f"{at}  {inline(sentence(record))}", width, indent=len(at) + 2)
+
+
+def _began(record: dict[str, Any]) -> str:
+    """Return the time that a line about the event shows: of an incident, that of its begin."""
+    return clock(float(record["opened_at" if "opened_at" in record else "time"]))
 
 
 def cluster_line(record: dict[str, Any], width: int | None = None) -> str:
@@ -271,7 +276,7 @@ def _headline(record: dict[str, Any], colour: bool, width: int | None) -> str:
     ended = inline(record["outcome"])
     how = how_it_ended(record, ended)
     number, cause = f"incident {record['incident']}", inline(record["root_cause"]["summary"])
-    line = f"{clock(record['opened_at'])}  {number}: {cause};"
+    line = f"{_began(record)}  {number}: {cause};"
     fits = width is None or len(line) + 1 + len(how) <= width
     line = folded(line, width, indent=len(_INDENT))
     if colour:

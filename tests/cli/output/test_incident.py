@@ -226,7 +226,7 @@ def test_slow_workers_are_a_block_with_what_was_done_about_them() -> None:
     at, _, rest = told.partition("  ")
     assert at == clock(record["opened_at"])
     assert rest == SLOW_BLOCK
-    assert event_line(record).endswith(f"incident 1: {record['summary']}")
+    assert event_line(record) == f"{at}  incident 1: {record['summary']}"
     # Training went on but for the switches, which are what it cost.
     assert record["total_s"] == sum(a["stall_s"] for a in record["attempts"])
     assert record["closed_at"] - record["opened_at"] > record["total_s"]
