@@ -47,7 +47,7 @@ def timeline(job_id: str, output: Path | None, steps: int, master: Endpoint, as_
     """Record the next steps of the running job JOB on all its workers, and show how they spend
     their time. With OUT.json the whole record is written there, with a track per worker.
     """
-    from oobleck.cli.output.table import terminal_width
+    from oobleck.cli.output.table import folded, terminal_width
     from oobleck.cli.output.text import dump_line
 
     if output is not None:
@@ -59,8 +59,9 @@ def timeline(job_id: str, output: Path | None, steps: int, master: Endpoint, as_
     if as_json:
         click.echo(dump_line(trace))
         return
-    click.echo(summary(trace))
-    click.echo(f"\n{steps_table(trace, terminal_width())}\n\nmilliseconds of a step")
+    width = terminal_width()
+    click.echo(folded(summary(trace), width, indent=2))
+    click.echo(f"\n{steps_table(trace, width)}\n\nmilliseconds of a step")
     if output is not None:
         click.echo(f"written to {output}; open it at ui.perfetto.dev")
 
@@ -94,11 +95,21 @@ def summary(trace: dict[str, Any]) -> str:
     threads = [event.get("tid", 0) for event in events if event["name"] == "thread_name"]
     workers = sum(thread < DEVICE_THREADS for thread in threads)
     steps = sorted({event["name"] for event in events if event["name"].startswith("step ")})
-    phases = sorted({event["name"] for event in events if event.get("cat") == "recovery"})
+    phases = ", ".join(f"{name} {ms:.1f} ms" for name, ms in _phases_ms(events).items())
     within_us = max((c["within_us"] for c in trace["otherData"]["clocks"].values()), default=0.0)
     clocks = f"clocks within {within_us:.0f} us" if within_us else "one clock"
     found = f"{', '.join(steps)} of {count(workers, 'worker')}, {clocks}"
-    return f"{found}; change of the plan before it: {', '.join(phases)}" if phases else found
+    return f"{found}; the change of plan before it: {phases}" if phases else found
+
+
+def _phases_ms(events: Sequence[Mapping[str, Any]]) -> Mapping[str, float]:
+    """Return the milliseconds of each phase of the last change of plan, in order, of the worker
+    that took longest."""
+    taken: dict[str, dict[Worker, float]] = defaultdict(lambda: defaultdict(float))
+    for event in sorted(events, key=lambda event: float(event.get("ts", 0.0))):
+        if event.get("cat") == "recovery":
+            taken[event["name"]][event["pid"], event["tid"]] += event["dur"] / 1000
+    return {name: max(of_workers.values()) for name, of_workers in taken.items()}
 
 
 # ---- each worker's activities in a step as a table

@@ -65,6 +65,10 @@ def test_timeline_of_a_running_job(small_cluster: LocalCluster, text: str, tmp_p
     assert len(threads(after)) == 2
     recovery = {e["name"] for e in after if e.get("cat") == "recovery"}
     assert {"leave", "rendezvous", "agree", "transfer", "first step"} <= recovery
+    told = " ".join(cluster.oobleck("timeline", job_id).stdout.split())
+    phases = re.findall(r"[:,] ([a-z ]+) \d+\.\d ms", told)
+    assert [phase for phase in phases if phase in recovery] == phases
+    assert set(phases) == recovery, told
     cluster.oobleck("cancel", job_id)
     cluster.wait_end(job_id)
     refused = cluster.oobleck(

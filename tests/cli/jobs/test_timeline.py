@@ -33,17 +33,22 @@ def test_wrong_usage_says_what_is_right(arguments: tuple[str, ...], said: str) -
     assert said in done.output
 
 
-def test_summary_names_steps_workers_and_clocks() -> None:
+def test_summary_has_steps_workers_clocks_and_the_longest_time_of_each_phase() -> None:
+    phases = [("transfer", 3, 12.5), ("leave", 1, 1.0), ("transfer", 2, 20.0), ("transfer", 3, 0.5)]
     trace = {
         "traceEvents": [
             {"name": "thread_name", "ph": "M"},
             {"name": "step 7", "cat": "step"},
-            {"name": "transfer", "cat": "recovery"},
+            *(
+                {"name": name, "cat": "recovery", "pid": pid, "tid": 0, "ts": pid, "dur": ms * 1e3}
+                for name, pid, ms in phases
+            ),
         ],
         "otherData": {"clocks": {"n1": {"within_us": 0.0}, "n2": {"within_us": 250.0}}},
     }
     assert summary(trace) == (
-        "step 7 of 1 worker, clocks within 250 us; change of the plan before it: transfer"
+        "step 7 of 1 worker, clocks within 250 us; the change of plan before it: leave 1.0 ms, "
+        "transfer 20.0 ms"
     )
 
 
