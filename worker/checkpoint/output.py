@@ -68,10 +68,10 @@ def _unwritable(directory: str | Path, error: OSError) -> JobError:
     if Path(directory).is_symlink() and not Path(directory).exists():
         return JobError(
             f"output: {directory} is a link to {os.readlink(directory)}, which does not exist on "
-            "this node; make that directory, or name another one"
+            "this machine; make that directory, or name another one"
         )
     return JobError(
-        f"output: cannot write to {directory} on this node: {error.strerror}; make room there, "
+        f"output: cannot write to {directory} on this machine: {error.strerror}; make room there, "
         "make it writable, or name another directory"
     )
 

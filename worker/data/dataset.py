@@ -169,11 +169,11 @@ def expand(patterns: Sequence[str]) -> list[str]:
         files = [path for path in matches if os.path.isfile(path)]
         if not files:
             where = "" if os.path.isabs(pattern) else f" from {os.getcwd()}"
-            what = f"no file matches {pattern!r}{where} on this node"
+            what = f"no file matches {pattern!r}{where} on this machine"
             if others := sorted(path for path in matches if not os.path.isdir(path)):
                 what = f"{others[0]} is not a regular file"
             elif matches:
-                what = f"only directories match {pattern!r}{where} on this node"
+                what = f"only directories match {pattern!r}{where} on this machine"
             raise DataError(
                 f"{what}; correct the pattern in text (as in /texts/**/*.txt) or put the files "
                 "there, the same on all nodes"

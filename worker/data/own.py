@@ -117,7 +117,7 @@ class Loaders:
         if verdict := child.marker.verdict(child.process.exitcode):
             return Ended(verdict)
         return HelperLost(
-            f"{self._key}: a process that loads samples on this node was killed or ended by "
+            f"{self._key}: a process that loads samples on this machine was killed or ended by "
             "itself; if it ran out of memory, lower data.workers"
         )
 

@@ -241,7 +241,7 @@ class Reader:
                 "return a map-style data set, with __len__ and __getitem__"
             ) from error
         if not self.size:
-            raise DataError(f"{key}: {source.name} gave no samples on this node")
+            raise DataError(f"{key}: {source.name} gave no samples on this machine")
         #: Form of the first sample, as text, which all must have; empty: unknown yet.
         self.form = ""
 

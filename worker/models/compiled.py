@@ -171,8 +171,8 @@ def _check_compiler() -> None:
         builder.get_cpp_compiler()
     except errors.InvalidCxxCompiler as error:
         raise NodeError(
-            "training.compile: this node has no C++ compiler (the variable CXX names one, else it "
-            "is g++); install it on every node, as by apt-get install g++, or leave the key out"
+            "training.compile: this machine has no C++ compiler (the variable CXX names one, else "
+            "it is g++); install it on every node, as by apt-get install g++, or leave the key out"
         ) from error
 
 
@@ -197,7 +197,7 @@ def _folder() -> Path:
     if found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise NodeError(
             f"training.compile: {folder}, where torch keeps what it has compiled, is not a folder "
-            "that only the agent's user can write to; remove it on this node"
+            "that only the agent's user can write to; remove it on this machine"
         )
     return folder
 

@@ -125,8 +125,8 @@ def check_code(job: JobSpec) -> None:
         return
     if code.fingerprint(*sources(job)) != job.model.description.code:
         raise NodeError(
-            f"model: the code of {job.model.code.name}, or of the data, on this node is not what "
-            "it was where the job was submitted; give every node the same code, and submit again"
+            f"model: the code of {job.model.code.name}, or of the data, on this machine is not "
+            "what it was where the job was submitted; give every node the same code, and submit again"
         )
 
 

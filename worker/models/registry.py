@@ -51,7 +51,7 @@ def family(spec: ModelSpec) -> Family:
         found: Family = importlib.import_module(_ADAPTERS).FAMILIES[spec.kind]
     except ImportError as error:
         raise JobError(
-            f"model.kind: {spec.kind} needs the package transformers, which this node cannot "
+            f"model.kind: {spec.kind} needs the package transformers, which this machine cannot "
             f"import ({error}); on every node: pip install 'transformers>=5.0'"
         ) from error
     return found
@@ -203,7 +203,7 @@ def read_tensor(files: WeightFiles, key: str) -> Tensor:
             found: Tensor = file.get_tensor(key)
     except (SafetensorError, OSError) as error:
         raise NodeError(
-            f"model.weights: {path}: cannot read {key}: {error}; copy it to this node anew"
+            f"model.weights: {path}: cannot read {key}: {error}; copy it to this machine anew"
         ) from error
     return found
 

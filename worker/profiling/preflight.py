@@ -101,7 +101,7 @@ def _give_up(control: Control, most_s: float) -> None:
     """Report that the job's code is still running, and end the process; runs in its own thread."""
     faulthandler.dump_traceback()
     message = (
-        f"the job's code is still running on this node after {round(most_s, 1):g} s, before the "
+        f"the job's code is still running on this machine after {round(most_s, 1):g} s, before the "
         "first step; the log has its stack"
     )
     control.report(Failed(kind="node", message=message))
@@ -226,8 +226,8 @@ def _raise_unless_short(error: Exception, layer: int) -> None:
         log.error("a layer cannot be compiled", exc_info=error)
         reason = " ".join(str(cause).split())[:200]
         raise NodeError(
-            f"training.compile: layer {layer} cannot be compiled on this node: {reason}; the log "
-            "has the whole error; correct it, or leave the key out"
+            f"training.compile: layer {layer} cannot be compiled on this machine: {reason}; the "
+            "log has the whole error; correct it, or leave the key out"
         ) from error
     if not for_want_of_memory(error):
         raise error

@@ -322,7 +322,7 @@ def _entry_point(code: Code, key: str) -> importlib.metadata.EntryPoint:
         return found[code.name]
     names = ", ".join(sorted(found.names)) or "none"
     raise NodeError(
-        f"{key}: this node has no entry point {code.name} of the group {code.group} (it has "
+        f"{key}: this machine has no entry point {code.name} of the group {code.group} (it has "
         f"{names}); install the package that has it on every node"
     )
 
@@ -345,8 +345,8 @@ def _function(code: Code, key: str) -> Callable[..., Any]:
         near = difflib.get_close_matches(function, vars(found), n=1)
         hint = f" (did you mean {near[0]}?)" if near else ""
         raise NodeError(
-            f"{key}: {file} has no {function} on this node{hint}; correct the name, and give every "
-            "node the same code"
+            f"{key}: {file} has no {function} on this machine{hint}; correct the name, and give "
+            "every node the same code"
         ) from None
     if not callable(value):
         raise JobError(
@@ -382,11 +382,11 @@ def _import(name: str, code: Code, key: str) -> Any:
         if error.name is not None and f"{name}.".startswith(f"{error.name}."):
             where = f"in {code.path}" if code.path else "where Python looks"
             raise NodeError(
-                f"{key}: there is no module {error.name} {where} on this node; put the code there "
-                "on every node, or install it"
+                f"{key}: there is no module {error.name} {where} on this machine; put the code "
+                "there on every node, or install it"
             ) from error
         raise NodeError(
-            f"{key}: {name} needs the module {error.name}, which this node lacks; install it on "
+            f"{key}: {name} needs the module {error.name}, which this machine lacks; install it on "
             "every node"
         ) from error
     except JobError:

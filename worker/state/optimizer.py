@@ -312,7 +312,7 @@ def check(spec: OptimizerSpec) -> None:
     make(spec, [_dummy(torch.float32, torch.device("cpu"))])
     if code.fingerprint(spec.code) != spec.sketch.code:
         raise NodeError(
-            f"optimizer: the code of {spec.label} on this node differs from that where the job "
+            f"optimizer: the code of {spec.label} on this machine differs from that where the job "
             "was submitted; give every node the same code, and submit again"
         )
 

@@ -41,7 +41,8 @@ def check(job: JobSpec, device: torch.device) -> None:
     if stream_dtype(job) == torch.bfloat16 and not hasattr(torch.Tensor, "grad_dtype"):
         raise NodeError(
             f"training.precision: {job.training.precision} of a built-in model needs a torch whose "
-            f"tensors have grad_dtype, and this node has {torch.__version__}: install a newer one"
+            f"tensors have grad_dtype, and this machine has {torch.__version__}: install a newer "
+            "one"
         )
 
 

@@ -155,7 +155,7 @@ def test_a_process_that_dies_is_a_helpers_loss_and_none_waits_for_it(source: Cod
     dying = Code(name=source.name, group=None, path=source.path, arguments=Json('{"ends": 20}'))
     dataset = opened(dying, 2)
     for _ in range(2):  # nor later
-        with pytest.raises(HelperLost, match=r"on this node was killed.*lower data\.workers"):
+        with pytest.raises(HelperLost, match=r"on this machine was killed.*lower data\.workers"):
             dataset.rows(3, 1, range(64), 64)
     dataset.close()
 

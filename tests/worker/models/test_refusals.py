@@ -94,7 +94,7 @@ def test_other_things_than_a_model_are_refused() -> None:
     (line,) = said("tied_without_pairs")
     assert line.startswith("model: tied has '0.weight'; give pairs of parameters, as [('0.weight'")
     (line,) = said("from_generatr")
-    assert " has no from_generatr on this node (did you mean from_generator?)" in line
+    assert " has no from_generatr on this machine (did you mean from_generator?)" in line
     assert line.startswith("model: ")
 
 

@@ -252,5 +252,5 @@ def test_code_that_does_not_end_is_the_nodes_fault_too(
     failed = agent.receive()
     assert isinstance(failed, Failed)
     assert failed.kind == "node"
-    assert failed.message.startswith("the job's code is still running on this node after 0.1 s")
+    assert failed.message.startswith("the job's code is still running on this machine after 0.1 s")
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1

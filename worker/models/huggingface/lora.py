@@ -103,7 +103,7 @@ def _peft() -> Any:
         import peft
     except ImportError as error:
         raise NodeError(
-            f"model.lora: needs the package peft, which this node cannot import ({error}); on "
+            f"model.lora: needs the package peft, which this machine cannot import ({error}); on "
             "every node: pip install 'peft>=0.18'"
         ) from error
     return peft
