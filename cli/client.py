@@ -229,11 +229,13 @@ class MasterClient:
         reply: pb.ListNodesReply = self._ask("ListNodes", pb.ListNodesRequest(), timeout_s)
         return list(reply.nodes)
 
-    def drain(self, node: str, reason: str, *, force: bool) -> pb.NodeInfo:
-        """Drain a node; return its state afterwards."""
-        request = pb.DrainNodeRequest(request_id=_new_id(), node=node, reason=reason, force=force)
-        reply: pb.NodeInfo = self._change("DrainNode", request)
-        return reply
+    def drain(self, *nodes: str, reason: str, force: bool) -> list[pb.NodeInfo]:
+        """Drain nodes; return their states afterwards."""
+        request = pb.DrainNodesRequest(
+            request_id=_new_id(), nodes=nodes, reason=reason, force=force
+        )
+        reply: pb.DrainNodesReply = self._change("DrainNodes", request)
+        return list(reply.nodes)
 
     def undrain(self, node: str) -> pb.NodeInfo:
         request = pb.UndrainNodeRequest(request_id=_new_id(), node=node)

@@ -292,9 +292,11 @@ def job_argument(*, required: bool = True) -> Callable[[F], F]:
     return click.argument("job_id", metavar=metavar, required=required, shell_complete=_job_names)
 
 
-def node_argument(function: F) -> F:
-    """Add the argument `name`, a node that the master knows."""
-    return click.argument("name", metavar="NODE", shell_complete=node_names)(function)
+def nodes_argument(function: F) -> F:
+    """Add the argument `names`, nodes that the master knows."""
+    return click.argument(
+        "names", metavar="NODE...", nargs=-1, required=True, shell_complete=node_names
+    )(function)
 
 
 def _job_names(

@@ -83,7 +83,7 @@ _LINES = frozenset(
         "Restored.records_problem",
         "StepRecord.samples_digest",
         "ClockRead.boot",
-        "DrainNodeRequest.reason",
+        "DrainNodesRequest.reason",
     }
 )
 _LISTS: Mapping[str, int] = {

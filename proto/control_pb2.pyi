@@ -796,17 +796,23 @@ class ListNodesRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
-class DrainNodeRequest(_message.Message):
-    __slots__ = ("request_id", "node", "reason", "force")
+class DrainNodesRequest(_message.Message):
+    __slots__ = ("request_id", "nodes", "reason", "force")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
-    NODE_FIELD_NUMBER: _ClassVar[int]
+    NODES_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     FORCE_FIELD_NUMBER: _ClassVar[int]
     request_id: str
-    node: str
+    nodes: _containers.RepeatedScalarFieldContainer[str]
     reason: str
     force: bool
-    def __init__(self, request_id: _Optional[str] = ..., node: _Optional[str] = ..., reason: _Optional[str] = ..., force: _Optional[bool] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., nodes: _Optional[_Iterable[str]] = ..., reason: _Optional[str] = ..., force: _Optional[bool] = ...) -> None: ...
+
+class DrainNodesReply(_message.Message):
+    __slots__ = ("nodes",)
+    NODES_FIELD_NUMBER: _ClassVar[int]
+    nodes: _containers.RepeatedCompositeFieldContainer[NodeInfo]
+    def __init__(self, nodes: _Optional[_Iterable[_Union[NodeInfo, _Mapping]]] = ...) -> None: ...
 
 class UndrainNodeRequest(_message.Message):
     __slots__ = ("request_id", "node")

@@ -262,10 +262,10 @@ class OperatorStub:
                 request_serializer=oobleck_dot_proto_dot_control__pb2.ListNodesRequest.SerializeToString,
                 response_deserializer=oobleck_dot_proto_dot_control__pb2.ListNodesReply.FromString,
                 _registered_method=True)
-        self.DrainNode = channel.unary_unary(
-                '/oobleck.Operator/DrainNode',
-                request_serializer=oobleck_dot_proto_dot_control__pb2.DrainNodeRequest.SerializeToString,
-                response_deserializer=oobleck_dot_proto_dot_control__pb2.NodeInfo.FromString,
+        self.DrainNodes = channel.unary_unary(
+                '/oobleck.Operator/DrainNodes',
+                request_serializer=oobleck_dot_proto_dot_control__pb2.DrainNodesRequest.SerializeToString,
+                response_deserializer=oobleck_dot_proto_dot_control__pb2.DrainNodesReply.FromString,
                 _registered_method=True)
         self.UndrainNode = channel.unary_unary(
                 '/oobleck.Operator/UndrainNode',
@@ -398,8 +398,9 @@ class OperatorServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def DrainNode(self, request, context):
-        """Move the work off a node and keep it out until it is undrained; NOT_FOUND for an unknown node.
+    def DrainNodes(self, request, context):
+        """Move the work off nodes and keep them out until they are undrained; NOT_FOUND where one is
+        unknown, and none is drained then. One plan is without all that the job can spare.
         The reply is sent once that is on disk, before the work has moved. It has whether the work can
         move, or the reason why not, except for plans that take seconds.
         """
@@ -530,10 +531,10 @@ def add_OperatorServicer_to_server(servicer, server):
                     request_deserializer=oobleck_dot_proto_dot_control__pb2.ListNodesRequest.FromString,
                     response_serializer=oobleck_dot_proto_dot_control__pb2.ListNodesReply.SerializeToString,
             ),
-            'DrainNode': grpc.unary_unary_rpc_method_handler(
-                    servicer.DrainNode,
-                    request_deserializer=oobleck_dot_proto_dot_control__pb2.DrainNodeRequest.FromString,
-                    response_serializer=oobleck_dot_proto_dot_control__pb2.NodeInfo.SerializeToString,
+            'DrainNodes': grpc.unary_unary_rpc_method_handler(
+                    servicer.DrainNodes,
+                    request_deserializer=oobleck_dot_proto_dot_control__pb2.DrainNodesRequest.FromString,
+                    response_serializer=oobleck_dot_proto_dot_control__pb2.DrainNodesReply.SerializeToString,
             ),
             'UndrainNode': grpc.unary_unary_rpc_method_handler(
                     servicer.UndrainNode,
@@ -912,7 +913,7 @@ class Operator:
             _registered_method=True)
 
     @staticmethod
-    def DrainNode(request,
+    def DrainNodes(request,
             target,
             options=(),
             channel_credentials=None,
@@ -925,9 +926,9 @@ class Operator:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/oobleck.Operator/DrainNode',
-            oobleck_dot_proto_dot_control__pb2.DrainNodeRequest.SerializeToString,
-            oobleck_dot_proto_dot_control__pb2.NodeInfo.FromString,
+            '/oobleck.Operator/DrainNodes',
+            oobleck_dot_proto_dot_control__pb2.DrainNodesRequest.SerializeToString,
+            oobleck_dot_proto_dot_control__pb2.DrainNodesReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -3,13 +3,15 @@
 import math
 import sys
 import time
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TextIO
 
 import click
 
 from oobleck.cli.client import MasterClient, Unreachable
 from oobleck.cli.jobs.follow import Away, warn
-from oobleck.cli.options import Seconds, master_option, node_argument
+from oobleck.cli.options import Seconds, master_option, nodes_argument
 from oobleck.cli.output.progress import OneLine
 from oobleck.cli.output.text import GONE
 from oobleck.host.command import FAILED, NO_SUCH_THING, USAGE, CommandFailed
@@ -26,10 +28,10 @@ def node() -> None:
     """Take a node out for maintenance, and back, or for good."""
 
 
-@node.command(short_help="Move the work off NODE at a step boundary.")
-@node_argument
+@node.command(short_help="Move the work off nodes at a step boundary.")
+@nodes_argument
 @click.option("--reason", default="", metavar="TEXT", help="Shown by 'oobleck nodes'.")
-@click.option("--wait", is_flag=True, help="Return when the node has no more work.")
+@click.option("--wait", is_flag=True, help="Return when the nodes have no more work.")
 @click.option(
     "--timeout",
     "timeout_s",
@@ -41,20 +43,27 @@ def node() -> None:
     "--force",
     is_flag=True,
     help="Drain even if a job could then lose fewer nodes than its fault_tolerance, or cannot "
-    "continue without the node: it then waits for nodes, and state held only by the node is lost, "
+    "continue without the nodes: it then waits for nodes, and state held only by these is lost, "
     "except for a checkpoint that is taken first.",
 )
 @master_option
 def drain(
-    name: str, reason: str, wait: bool, timeout_s: float | None, force: bool, master: Endpoint
+    names: tuple[str, ...],
+    reason: str,
+    wait: bool,
+    timeout_s: float | None,
+    force: bool,
+    master: Endpoint,
 ) -> None:
-    """Move the work off NODE at the next step boundary, and assign none until it is undrained.
+    """Move the work off each NODE at the next step boundary, and assign none until it is undrained.
 
-    No step is lost or repeated. If a job cannot continue without the node, or could then lose fewer
-    nodes than its fault_tolerance, the node is kept until that changes, or until the drain is
-    forced; the answer says so, and why. Repeating the command changes nothing.
+    No step is lost or repeated. Nodes that are named together are judged together, and leave in one
+    change. If a job cannot continue without one of them, or could then lose fewer nodes than its
+    fault_tolerance, that one is kept until this changes, or until the drain is forced; the answer
+    says so, and why. Repeating the command changes nothing.
 
-    Exit codes: 0 the node is drained, or without --wait asked to be; 1 it is not within --timeout.
+    Exit codes: 0 the nodes are drained, or without --wait asked to be; 1 they are not within
+    --timeout.
     """
     if len(reason) > MOST_REASON:
         raise CommandFailed(f"--reason: is longer than {MOST_REASON} characters", USAGE)
@@ -63,73 +72,123 @@ def drain(
     if timeout_s is not None and not wait:
         raise CommandFailed("--timeout: requires --wait; give both, or neither", USAGE)
     with MasterClient(master) as connection:
-        line = OneLine(sys.stdout)
-        info = connection.drain(name, reason, force=force)
-        line.show(_told(info))
+        infos = connection.drain(*names, reason=reason, force=force)
+        if not wait:
+            for info in infos:
+                click.echo(_told(info))
+            return
+        shown = _Shown(sys.stdout)
         try:
-            if wait:
-                _await_drained(connection, info, line, timeout_s)
+            _await_drained(connection, infos, shown, timeout_s)
         finally:
-            line.finish()
+            shown.line.finish()
+
+
+class _Shown:
+    """States of the nodes: a line for each that is done, above one that is rewritten for the
+    others. In a pipe each change is a line."""
+
+    def __init__(self, out: TextIO) -> None:
+        self.line = OneLine(out)
+        self._began = time.monotonic()
+        #: What the last line about each node says.
+        self._told: dict[str, str] = {}
+
+    def show(self, infos: Sequence[pb.NodeInfo]) -> list[str]:
+        """Show the states; return those of nodes that are not drained yet."""
+        pending = []
+        for info in infos:
+            told = _told(info)
+            if not (done := info.state in ("drained", *GONE)):
+                pending.append(told)
+            if (done or not self.line.live) and self._told.get(info.node) != told:
+                self._told[info.node] = told
+                self.line.show(told)
+                self.line.finish()
+        if pending and self.line.live:
+            self.line.show(f"{time.monotonic() - self._began:.0f} s  {'; '.join(pending)}")
+        return pending
 
 
 def _await_drained(
-    connection: MasterClient, info: pb.NodeInfo, line: OneLine, timeout_s: float | None
+    connection: MasterClient,
+    infos: Sequence[pb.NodeInfo],
+    shown: _Shown,
+    timeout_s: float | None,
 ) -> None:
-    """Show the node's state until it is drained or lost. Raise CommandFailed after `timeout_s`."""
-    began = time.monotonic()
-    until = math.inf if timeout_s is None else began + timeout_s
-    away = Away(partial(_above, line), answered=True)
-    while True:
-        told = _told(info)
-        if info.state in ("drained", *GONE):
-            line.show(told)
-            return
-        waited = f"{time.monotonic() - began:.0f} s  " if line.live else ""
-        line.show(waited + told)
+    """Show the nodes' states until all are drained or lost. Raise CommandFailed after
+    `timeout_s`."""
+    until = math.inf if timeout_s is None else time.monotonic() + timeout_s
+    away = Away(partial(_above, shown.line), answered=True)
+    names = [info.node for info in infos]
+    while pending := shown.show(infos):
+        late = CommandFailed(f"--timeout {timeout_s or 0:g}s: {'; '.join(pending)}", FAILED)
         if time.monotonic() >= until:
-            raise CommandFailed(f"--timeout {timeout_s:g}s: {told}", FAILED)
+            raise late
         time.sleep(_POLL_S)
         try:
-            info = _find(connection, info.node)
+            infos = _found(connection, names)
             away.answered()
         except Unreachable as unreachable:
             if time.monotonic() >= until:
-                raise CommandFailed(f"--timeout {timeout_s:g}s: {told}", FAILED) from unreachable
+                raise late from unreachable
             away.wait(unreachable)
 
 
-@node.command()
-@node_argument
+@node.command(short_help="Let nodes take part again.")
+@nodes_argument
 @master_option
-def undrain(name: str, master: Endpoint) -> None:
-    """Let NODE take part again.
+def undrain(names: tuple[str, ...], master: Endpoint) -> None:
+    """Let each NODE take part again.
 
     It may have been drained, be in quarantine, or be left out of the job.
     """
     with MasterClient(master) as connection:
-        click.echo(_told(connection.undrain(name)))
+        _each(names, lambda name: _told(connection.undrain(name)))
 
 
-@node.command()
-@node_argument
+@node.command(short_help="Take nodes that are gone for good off the list.")
+@nodes_argument
 @master_option
-def forget(name: str, master: Endpoint) -> None:
-    """Forget NODE, which is gone for good: it is no longer listed.
+def forget(names: tuple[str, ...], master: Endpoint) -> None:
+    """Forget each NODE, which is gone for good: it is no longer listed.
 
     Its agent must have ended, and no job may need what it holds. If it comes back it is a new node,
     which nobody has drained.
     """
-    with MasterClient(master) as connection:
+
+    def change(name: str) -> str:
         connection.forget(name)
-    click.echo(f"{name} is forgotten")
+        return f"{name} is forgotten"
+
+    with MasterClient(master) as connection:
+        _each(names, change)
 
 
-def _find(connection: MasterClient, name: str) -> pb.NodeInfo:
-    found = next((info for info in connection.nodes() if info.node == name), None)
-    if found is None:
-        raise CommandFailed(f"node {name} was lost, and the master has forgotten it", NO_SUCH_THING)
-    return found
+def _each(names: Sequence[str], change: Callable[[str], str]) -> None:
+    """Change each node and print its line. Raise CommandFailed after all if one is refused."""
+    refused: CommandFailed | None = None
+    for name in names:
+        try:
+            click.echo(change(name))
+        except Unreachable:
+            raise
+        except CommandFailed as failed:
+            if refused is not None:
+                warn(refused.format_message())
+            refused = failed
+    if refused is not None:
+        raise refused
+
+
+def _found(connection: MasterClient, names: Sequence[str]) -> list[pb.NodeInfo]:
+    """Return the nodes' states. Raise CommandFailed if the master has forgotten one."""
+    known = {info.node: info for info in connection.nodes()}
+    if missing := next((name for name in names if name not in known), None):
+        raise CommandFailed(
+            f"node {missing} was lost, and the master has forgotten it", NO_SUCH_THING
+        )
+    return [known[name] for name in names]
 
 
 def _told(info: pb.NodeInfo) -> str:

@@ -77,7 +77,8 @@ class Actions:
         force = form.get("force") == "on"
 
         def drain(master: MasterClient) -> pb.NodeInfo:
-            return master.drain(node, why, force=force)
+            (found,) = master.drain(node, reason=why, force=force)
+            return found
 
         return await self._of_node(request, drain)
 

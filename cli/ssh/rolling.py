@@ -73,7 +73,9 @@ class Rolling:
         say("draining")
         try:
             if ours:
-                info = await asyncio.to_thread(self._master.drain, name, REASON, force=self._force)
+                (info,) = await asyncio.to_thread(
+                    self._master.drain, name, reason=REASON, force=self._force
+                )
             await self._await_drained(info, is_forced=ours and self._force)
             yield
         finally:

@@ -313,7 +313,7 @@ class Page(App[int]):
         self.run_worker(run, thread=True, exit_on_error=False)
 
     def _drain(self, name: str) -> str:
-        info = self._feed.master.drain(name, "", force=False)
+        (info,) = self._feed.master.drain(name, reason="", force=False)
         return f"{info.node} {info.state}" + (f": {info.reason}" if info.reason else "")
 
     def _undrain(self, name: str) -> str:

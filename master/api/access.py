@@ -101,7 +101,7 @@ ALLOWED: Mapping[str, frozenset[Role]] = {
     "/oobleck.Operator/GetProfile": _READING,
     "/oobleck.Operator/GetPlanning": _READING,
     "/oobleck.Operator/ListNodes": _READING,
-    "/oobleck.Operator/DrainNode": _OPERATOR,
+    "/oobleck.Operator/DrainNodes": _OPERATOR,
     "/oobleck.Operator/UndrainNode": _OPERATOR,
     "/oobleck.Operator/ForgetNode": _OPERATOR,
     "/oobleck.Operator/Events": _READING,

@@ -7,7 +7,7 @@ changes and send what is new, so a slow reader costs nobody anything.
 import asyncio
 import contextlib
 import re
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Sequence
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
@@ -243,21 +243,27 @@ class OperatorService(rpc.OperatorServicer):
         nodes = [node_info(state, node, now, unix) for _, node in sorted(state.nodes.items())]
         return pb.ListNodesReply(nodes=nodes, problem=self._problem, head=head_status(state))
 
-    async def DrainNode(self, request: pb.DrainNodeRequest, context: Context) -> pb.NodeInfo:
-        node = await self._node(request.request_id, request.node, context)
+    async def DrainNodes(
+        self, request: pb.DrainNodesRequest, context: Context
+    ) -> pb.DrainNodesReply:
+        names = [await self._node(request.request_id, name, context) for name in request.nodes]
         await self._requests(context).drain(
-            request.request_id, node, request.reason, force=request.force
+            request.request_id, names, request.reason, force=request.force
         )
-        await self._fate_of(node)
-        return await self._node_info(node, context)
+        await self._fate_of(names)
+        return pb.DrainNodesReply(
+            nodes=[await self._node_info(name, context) for name in dict.fromkeys(names)]
+        )
 
-    async def _fate_of(self, name: NodeName) -> None:
-        """Wait until it is decided whether the node's work can move off it, for at most
+    async def _fate_of(self, names: Sequence[NodeName]) -> None:
+        """Wait until it is decided whether the nodes' work can move off them, for at most
         `_FATE_S`."""
-        nodes = self._master.state.nodes
+        state = self._master.state
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_FATE_S):
-                while name in nodes and is_undecided(self._master.state, nodes[name]):
+                while any(
+                    is_undecided(state, state.nodes[name]) for name in names if name in state.nodes
+                ):
                     await self._master.changes.next.wait()
 
     async def UndrainNode(self, request: pb.UndrainNodeRequest, context: Context) -> pb.NodeInfo:

@@ -209,24 +209,35 @@ class Requests:
 
         await self._ask(answer)
 
-    async def drain(self, request_id: str, node: NodeName, reason: str, *, force: bool) -> None:
-        """Request the drain of a known node; one that an operator drains like this is left as it
-        is."""
-        event = NodeDrainRequested(node=node, request_id=request_id, reason=reason, force=force)
+    async def drain(
+        self, request_id: str, nodes: Sequence[NodeName], reason: str, *, force: bool
+    ) -> None:
+        """Request the drain of known nodes, which is decided of all at once; one that an operator
+        drains like this is left as it is."""
 
         def is_so(drain: Drain | None) -> bool:
             if drain is None or drain.by != "operator":
                 return False
             return reason in ("", drain.reason) and drain.force >= force
 
-        await self._about_node(event, lambda known: None if is_so(known.drain) else event)
+        def event(known: Node) -> NodeDrainRequested | None:
+            if is_so(known.drain):
+                return None
+            name = known.facts.node
+            return NodeDrainRequested(
+                node=name, request_id=f"{request_id}/{name}", reason=reason, force=force
+            )
+
+        await self._about_nodes({name: f"{request_id}/{name}" for name in nodes}, event)
 
     async def undrain(self, request_id: str, node: NodeName) -> None:
         """Make a known node take part again."""
-        event = NodeUndrained(node=node, request_id=request_id)
-        await self._about_node(
-            event, lambda known: msgspec.structs.replace(event, excused=known.troubles)
-        )
+
+
+        def event(known: Node) -> NodeUndrained:
+            return NodeUndrained(node=node, request_id=request_id, excused=known.troubles)
+
+        await self._about_nodes({node: request_id}, event)
 
     async def forget(self, request_id: str, node: NodeName) -> str:
         """Forget a lost node; return why it is kept; empty: it is forgotten."""
@@ -241,18 +252,20 @@ class Requests:
 
         return await self._ask(answer)
 
-    async def _about_node(
-        self,
-        asked: NodeDrainRequested | NodeUndrained,
-        event: Callable[[Node], Journaled | None],
+    async def _about_nodes(
+        self, asked: Mapping[NodeName, str], event: Callable[[Node], Journaled | None]
     ) -> None:
+        """Journal the events about known nodes. `asked`: the id of each node's request; one that
+        has been answered changes nothing."""
+
         def answer(_: float) -> None:
             state = self._ledger.state
-            # A lost node may be forgotten meanwhile.
-            if asked.node not in state.nodes or asked.request_id in state.node_requests:
-                return
-            if (found := event(state.nodes[asked.node])) is not None:
-                self._ledger.journal(found)
+            for name, request_id in asked.items():
+                # A lost node may be forgotten meanwhile.
+                if name not in state.nodes or request_id in state.node_requests:
+                    continue
+                if (found := event(state.nodes[name])) is not None:
+                    self._ledger.journal(found)
 
         await self._ask(answer)
 

@@ -127,8 +127,9 @@ def move_off(context: Context, job: Job) -> Decision | None:
         return Decision(actions=tuple(events)) if events else None
     found = answer.found
     staying = frozenset(found.plan.nodes)
-    gone = ", ".join(node for node in job.current.members if node not in staying)
-    reason = f"{gone} is drained: {found.reason}"
+    gone = [node for node in job.current.members if node not in staying]
+    verb = "is" if len(gone) == 1 else "are"
+    reason = f"{', '.join(gone)} {verb} drained: {found.reason}"
     event = plan_made(
         context,
         job,

@@ -148,10 +148,12 @@ def test_a_drain_that_costs_the_fault_tolerance_wants_force(
     cluster = small_cluster
     job_id = cluster.submit({**job(text), "fault_tolerance": 1, "resources": {}})
     cluster.wait_step(job_id, 3)
+    unknown = cluster.oobleck("node", "drain", "n2", "n4", check=False)
+    assert "no node 'n4'" in unknown.stderr
+    assert state_of(cluster, "n2") == "live", "all are drained, or none"
     # Each alone could go; they are asked for together.
-    with cluster.frozen("n1"):
-        cluster.oobleck("node", "drain", "n2")
-        cluster.oobleck("node", "drain", "n3")
+    asked = cluster.oobleck("node", "drain", "n2", "n3").stdout.splitlines()
+    assert [line.split()[0] for line in asked] == ["n2", "n3"]
     why = f"job {job_id} needs it: without it 0 nodes can be lost, but fault_tolerance is 1"
 
     def kept() -> list[str]:
@@ -172,5 +174,6 @@ def test_a_drain_that_costs_the_fault_tolerance_wants_force(
     assert cluster.planned(job_id) == {"n1"}
     cluster.oobleck("cancel", job_id)
     assert cluster.wait_end(job_id) == "cancelled"
-    for name in ("n2", "n3"):
-        cluster.oobleck("node", "undrain", name)
+    back = cluster.oobleck("node", "undrain", "n2", "n9", "n3", check=False)
+    assert [line.split()[0] for line in back.stdout.splitlines()] == ["n2", "n3"]
+    assert (back.returncode, "no node 'n9'" in back.stderr) == (3, True)

@@ -291,7 +291,7 @@ REQUESTS: dict[str, Message] = {
     "/oobleck.Operator/GetProfile": pb.JobRequest(job_id="nobody-9"),
     "/oobleck.Operator/GetPlanning": pb.JobRequest(job_id="nobody-9"),
     "/oobleck.Operator/ListNodes": pb.ListNodesRequest(),
-    "/oobleck.Operator/DrainNode": pb.DrainNodeRequest(request_id="d", node="nobody"),
+    "/oobleck.Operator/DrainNodes": pb.DrainNodesRequest(request_id="d", nodes=["nobody"]),
     "/oobleck.Operator/UndrainNode": pb.UndrainNodeRequest(request_id="u", node="nobody"),
     "/oobleck.Operator/ForgetNode": pb.ForgetNodeRequest(request_id="f", node="nobody"),
     "/oobleck.Operator/Events": pb.EventsRequest(job_id="target-1"),

@@ -75,7 +75,7 @@ def test_a_hostile_name_is_refused_everywhere(running: MasterProcess, name: str)
                 control.CancelJob(pb.CancelRequest(request_id="r", job_id=name)),
                 control.GetProfile(pb.JobRequest(job_id=name)),
                 control.GetPlanning(pb.JobRequest(job_id=name)),
-                control.DrainNode(pb.DrainNodeRequest(request_id="r", node=name)),
+                control.DrainNodes(pb.DrainNodesRequest(request_id="r", nodes=[name])),
             ]
             for call in asked:
                 with pytest.raises(grpc.aio.AioRpcError) as refused:

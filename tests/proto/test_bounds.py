@@ -243,7 +243,7 @@ def test_nothing_that_moves_a_cursor_comes_into_tables(value: str) -> None:
     with pytest.raises(ValueError, match=r"^hostname: .* cannot be printed"):
         bounds.check_bounds(pb.Register(hostname=value))
     with pytest.raises(ValueError, match=r"^reason: .* cannot be printed"):
-        bounds.check_bounds(pb.DrainNodeRequest(reason=value))
+        bounds.check_bounds(pb.DrainNodesRequest(reason=value))
 
 
 def test_what_a_cluster_sends_is_far_within() -> None:

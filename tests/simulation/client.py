@@ -180,10 +180,10 @@ class Operator:
 
     def drain_later(self, delay_s: float, name: NodeName, *, force: bool) -> None:
         def ask(request_id: str) -> Callable[[OperatorService, Any], Awaitable[Any]]:
-            request = pb.DrainNodeRequest(
-                request_id=request_id, node=name, reason="upkeep", force=force
+            request = pb.DrainNodesRequest(
+                request_id=request_id, nodes=[name], reason="upkeep", force=force
             )
-            return lambda service, context: service.DrainNode(request, context)
+            return lambda service, context: service.DrainNodes(request, context)
 
         self._about_node_later(delay_s, ask)
 

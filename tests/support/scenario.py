@@ -842,16 +842,18 @@ class Player:
         self.now += float(seconds)
         self.do_restart()
 
-    def do_drain(self, name: str, *options: str) -> None:
-        """Request a drain; `force`."""
+    def do_drain(self, *names: str) -> None:
+        """Request the drain of nodes at once; `force` after them."""
         self.lives += 1
-        wish = NodeDrainRequested(
-            node=NodeName(name),
-            request_id=f"request-{self.lives}",
-            reason="new memory",
-            force="force" in options,
-        )
-        self._journal(wish)
+        for name in names:
+            if name != "force":
+                wish = NodeDrainRequested(
+                    node=NodeName(name),
+                    request_id=f"request-{self.lives}",
+                    reason="new memory",
+                    force="force" in names,
+                )
+                self._journal(wish)
 
     def do_undrain(self, name: str) -> None:
         self.lives += 1

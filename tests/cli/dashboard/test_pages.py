@@ -673,7 +673,7 @@ def test_the_masters_word_is_above_an_operators_session(tmp_path: Path) -> None:
             assert set(visitor.cookies) == {f"__Secure-oobleck-{visitor.base[2:]}"}
             sent = visitor.send("/nodes/n1/drain")
             assert sent.status == 403
-            assert sent.told == "denied: viewer eve may not call DrainNode; operator may"
+            assert sent.told == "denied: viewer eve may not call DrainNodes; operator may"
     finally:
         end(master.process)
 

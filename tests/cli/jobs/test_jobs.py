@@ -203,9 +203,9 @@ def test_a_job_that_has_ended_is_not_cancelled() -> None:
 
 
 def test_a_node_that_is_forgotten_while_its_drain_is_waited_for_is_told_of() -> None:
-    draining = pb.NodeInfo(node="n1", state="draining")
+    draining = pb.DrainNodesReply(nodes=[pb.NodeInfo(node="n1", state="draining")])
     with answering(
-        DrainNode=lambda request: draining, ListNodes=lambda request: pb.ListNodesReply()
+        DrainNodes=lambda request: draining, ListNodes=lambda request: pb.ListNodesReply()
     ) as address:
         done = run("node", "drain", "n1", "--wait", "--master", address)
     assert done.returncode == 3
@@ -213,8 +213,8 @@ def test_a_node_that_is_forgotten_while_its_drain_is_waited_for_is_told_of() -> 
 
 
 def test_a_drain_is_not_waited_for_beyond_its_time_while_the_master_is_away() -> None:
-    draining = pb.NodeInfo(node="n1", state="draining")
-    with answering(DrainNode=lambda request: draining) as address:
+    draining = pb.DrainNodesReply(nodes=[pb.NodeInfo(node="n1", state="draining")])
+    with answering(DrainNodes=lambda request: draining) as address:
         done = run("node", "drain", "n1", "--wait", "--timeout", "1ms", "--master", address)
     assert (done.returncode, done.stdout) == (1, "n1 draining\n")
     assert done.stderr == "oobleck: --timeout 0.001s: n1 draining\n"

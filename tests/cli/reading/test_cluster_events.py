@@ -56,7 +56,7 @@ def test_nodes_jobs_and_starts_of_the_master(master: MasterProcess, tmp_path: Pa
             (tmp_path / "job.yaml").write_text(JOB)
             assert run("submit", str(tmp_path / "job.yaml"), *where).returncode == 0
             until(lambda: client.job("demo-1").state == "succeeded", "the job's end")
-            client.drain("n1", "a new fan", force=False)
+            client.drain("n1", reason="a new fan", force=False)
             until(lambda: ends_with("node n1 is drained"), "the drain")
             client.undrain("n1")
         agents["n2"].send_signal(signal.SIGKILL)

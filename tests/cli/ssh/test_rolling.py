@@ -167,10 +167,10 @@ class Drains:
         #: Calls that change the node: True, a forced drain; False, another; None, its end.
         self.calls = list[bool | None]()
 
-    def drain(self, request: pb.DrainNodeRequest) -> pb.NodeInfo:
+    def drain(self, request: pb.DrainNodesRequest) -> pb.DrainNodesReply:
         self.calls.append(request.force)
         self.info = self._drained
-        return self.info
+        return pb.DrainNodesReply(nodes=[self.info])
 
     def undrain(self, request: pb.UndrainNodeRequest) -> pb.NodeInfo:
         self.calls.append(None)
@@ -181,7 +181,7 @@ class Drains:
         """The outcomes of the nodes' turns; empty: restarted."""
         with answering(
             ListNodes=lambda request: pb.ListNodesReply(nodes=[self.info]),
-            DrainNode=self.drain,
+            DrainNodes=self.drain,
             UndrainNode=self.undrain,
         ) as address:
             return asyncio.run(self._turns(address, names, force))

@@ -89,8 +89,8 @@ def test_what_is_the_users_must_come_with_its_description(
 
 
 def test_a_long_name_of_nobody_is_told_of_in_a_line(running: MasterProcess) -> None:
-    request = pb.DrainNodeRequest(request_id="1", node="n" * 60_000)
-    found = code_of(running, "/oobleck.Operator/DrainNode", request.SerializeToString())
+    request = pb.DrainNodesRequest(request_id="1", nodes=["n" * 60_000])
+    found = code_of(running, "/oobleck.Operator/DrainNodes", request.SerializeToString())
     assert found is grpc.StatusCode.NOT_FOUND
 
 

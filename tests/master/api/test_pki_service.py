@@ -156,7 +156,7 @@ async def _revoke_and_ask(running: Master, job_id: JobId) -> None:
         hers.submit("r2", job_spec("more")),
         hers.cancel("r3", job_id),
         hers.save("r4", job_id),
-        hers.drain("r5", node, "", force=True),
+        hers.drain("r5", [node], "", force=True),
         hers.undrain("r6", node),
         hers.change_trust(renew),
         return_exceptions=True,

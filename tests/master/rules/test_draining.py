@@ -107,19 +107,20 @@ def test_the_answer_waits_for_what_the_planner_says(
             connected(address, 2) as agents,
         ):
             await trained(agents, control)
-            asked = pb.DrainNodeRequest(request_id="d", node="n2")
-            drain = asyncio.ensure_future(control.DrainNode(asked))
+            asked = pb.DrainNodesRequest(request_id="d", nodes=["n2"])
+            drain = asyncio.ensure_future(control.DrainNodes(asked))
             await planner.asked.wait()
             _, n2 = (await control.ListNodes(pb.ListNodesRequest())).nodes
             assert (n2.state, n2.reason) == ("draining", "an operator wants it so")
             assert not drain.done()
             planner.finish()
-            info = await drain
+            (info,) = (await drain).nodes
             assert (info.state, info.reason) == ("draining", f"an operator wants it so; {KEPT}")
-            again = await control.DrainNode(pb.DrainNodeRequest(request_id="e", node="n2"))
+            asked = pb.DrainNodesRequest(request_id="e", nodes=["n2"])
+            (again,) = (await control.DrainNodes(asked)).nodes
             assert again.reason == info.reason
-            more = pb.DrainNodeRequest(request_id="f", node="n2", reason="a new fan")
-            await control.DrainNode(more)
+            more = pb.DrainNodesRequest(request_id="f", nodes=["n2"], reason="a new fan")
+            await control.DrainNodes(more)
             events = [json.loads(one.json) async for one in control.Events(pb.EventsRequest())]
             asked_for = [one["reason"] for one in events if one["event"] == "node_draining"]
             assert asked_for == ["", "a new fan"], "the same again is no event"
@@ -139,7 +140,8 @@ def test_an_answer_does_not_wait_for_a_plan_that_takes_long(
             connected(address, 2) as agents,
         ):
             await trained(agents, control)
-            info = await control.DrainNode(pb.DrainNodeRequest(request_id="d", node="n2"))
+            asked = pb.DrainNodesRequest(request_id="d", nodes=["n2"])
+            (info,) = (await control.DrainNodes(asked)).nodes
             assert (info.state, info.reason) == ("draining", "an operator wants it so")
 
     loops.run(play(), limit_s=480)

@@ -139,17 +139,17 @@ def test_where_the_journal_takes_nothing_requests_are_refused_and_may_be_repeate
     async def play(running: MasterProcess) -> None:
         agent = FakeAgent("n1")
         await agent.connect(running.address)
-        drain = pb.DrainNodeRequest(request_id="d", node="n1", reason="a new fan")
+        drain = pb.DrainNodesRequest(request_id="d", nodes=["n1"], reason="a new fan")
         try:
             async with operator(running.address) as control:
                 most = (state / "journal.log").stat().st_size
                 limits = resource.prlimit(running.process.pid, resource.RLIMIT_FSIZE)
                 resource.prlimit(running.process.pid, resource.RLIMIT_FSIZE, (most, limits[1]))
-                await refused(control.DrainNode(drain))
+                await refused(control.DrainNodes(drain))
                 await refused(control.UndrainNode(pb.UndrainNodeRequest(request_id="u", node="n1")))
                 resource.prlimit(running.process.pid, resource.RLIMIT_FSIZE, limits)
                 await problem(control, False)
-                node = await control.DrainNode(drain)
+                (node,) = (await control.DrainNodes(drain)).nodes
                 assert (node.state, node.reason) == ("drained", "a new fan")
         finally:
             await agent.disconnect()
