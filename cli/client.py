@@ -7,7 +7,7 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,6 +28,8 @@ from oobleck.proto.secure import Channels
 DEADLINE_S = 5.0
 #: Time for which lost requests are repeated; a master restarts sooner.
 ASK_AGAIN_S = 10.0
+#: Time in which a master that was just started listens.
+START_S = 15.0
 #: Deadline for a timeline, which waits for its steps.
 TIMELINE_S = 3600.0
 #: Deadline for a wheel, which may be large and the connection slow.
@@ -282,6 +284,17 @@ class MasterClient:
         return self._stream("Backup", pb.BackupRequest(no_output=not output))
 
     # ---- certificates
+
+    def await_start(self, tell: Callable[[str], None]) -> None:
+        """Wait until a master that was just started accepts connections, for START_S at most."""
+        until, told = time.monotonic() + START_S, False
+        while not any(map(takes_connection, self._endpoint.addresses)):
+            if time.monotonic() >= until:
+                return  # the next call reports why
+            if not told:
+                tell(f"no master listens at {self._at} yet; waiting {START_S:.0f} s for it")
+                told = True
+            time.sleep(0.2)
 
     def join(self, request: str, name: str) -> pb.CertificateReply:
         asked = pb.JoinRequest(request=request, name=name)

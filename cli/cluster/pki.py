@@ -8,6 +8,7 @@ from typing import cast
 import click
 
 from oobleck.cli.client import MasterClient, NothingToRenew
+from oobleck.cli.jobs.follow import warn
 from oobleck.cli.options import MASTERS, F, form_options, master_option, time_option
 from oobleck.cli.output.table import table, terminal_width
 from oobleck.cli.output.text import Form, document, is_data, moment, plain
@@ -119,7 +120,8 @@ def issue(name: str, role: Role, folder: Path, out: Path) -> None:
 )
 @master_option
 def token(role: Role, name: str, ttl_s: float, out: Path | None, master: Endpoint) -> None:
-    """Make a join token: valid for one certificate of that role, for a short time.
+    """Make a join token: valid for one certificate of that role, for a short time. A master that
+    was just started is waited for.
 
     Pass it in a file that nobody else can read, as --out makes one, or in OOBLECK_JOIN_TOKEN; never
     as an argument, which other users of a host can read.
@@ -130,6 +132,7 @@ def token(role: Role, name: str, ttl_s: float, out: Path | None, master: Endpoin
         _check_out(out)  # before there is a token
 
     with MasterClient(master) as connection:
+        connection.await_start(warn)
         made = make_token(connection, role=role, name=name, ttl_s=ttl_s)
     if out is None:
         click.echo(made)

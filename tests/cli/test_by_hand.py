@@ -1,4 +1,4 @@
-"""docs/deploy/by-hand.md, line by line as a reader types it.
+"""docs/deploy/by-hand.md, as a reader pastes it: the lines of a machine in one go.
 
 Each machine is a network namespace with a home and one shell of its own. What is put in the places
 of the page's own: addresses, which it says are the reader's; the virtual environment that its
@@ -8,6 +8,7 @@ machine. The job is what `oobleck init` writes, which no node has before.
 
 import re
 from collections.abc import Iterator
+from itertools import groupby
 from pathlib import Path
 
 import pytest
@@ -16,11 +17,18 @@ from bench.support.client import read_lines
 from oobleck.host.security import pki
 from oobleck.host.security.credentials import read_credentials
 from support.folders import ROOT
-from support.reader import Line, Machine, lines_of, machines_at, shorten
+from support.reader import Line, Machine, lines_of, machines_at
 
 PAGE, SECTION = ROOT / "docs/deploy/by-hand.md", "## The lines"
 MACHINES = {"10.0.0.1": "head", "10.0.0.2": "ops", "10.0.0.3": "n1"}
 STEPS = 3
+#: What this reader types below a line of the page: a copy of what no line is to change, and a
+#: shorter job without a measurement.
+BESIDE = {
+    "oobleck pki init --dir ~/.oobleck/master/pki": "\ncp -rp ~/.oobleck/master/pki/operator ~/before",
+    "oobleck init first": f"\nsed -i 's/^  steps: .*/  steps: {STEPS}/' first/job.yaml"
+    "\necho 'profile: estimate' >> first/job.yaml",
+}
 
 
 def typed() -> list[Line]:
@@ -67,15 +75,11 @@ def test_who_follows_the_page_gets_a_cluster_that_trains(machines: dict[str, Mac
     lines[rest:rest] = [of_node(line, "head", "10.0.0.1") for line in of_n1]
 
     told = ""
-    for machine, text in lines:
+    for machine, pasted in groupby(lines, key=lambda line: line[0]):
+        text = "\n".join(line + BESIDE.get(line, "") for _, line in pasted)
         for address, other in machines.items():
             text = text.replace(address, other.home.name)
         told = by_name[machine].type(text)
-        if "oobleck init" in text:
-            shorten(by_name[machine].folder / "first" / "job.yaml", STEPS)
-        if "pki init" in text:
-            operator = head.home / ".oobleck/master/pki/operator"
-            before = contents(operator)
 
     assert "packed 1 file, " in told
     assert "succeeded" in told
@@ -83,7 +87,7 @@ def test_who_follows_the_page_gets_a_cluster_that_trains(machines: dict[str, Mac
     assert len(read_lines(job / "metrics.jsonl")) == STEPS
     (started,) = (one for one in read_lines(job / "events.jsonl") if one["event"] == "started")
     assert {stage["node"] for hops in started["pipelines"] for stage in hops} == {"n1", "head"}
-    assert contents(operator) == before
+    assert contents(head.home / ".oobleck/master/pki/operator") == contents(head.home / "before")
     for name in ("n1", "head"):
         kept = read_credentials(by_name[name].home / ".oobleck/nodes" / name)
         assert pki.identity_of(kept.certificate).uri == f"oobleck://agent/{name}"

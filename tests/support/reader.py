@@ -61,11 +61,12 @@ class Machine:
         )
 
     def type(self, line: str) -> str:
-        """What the line prints; where it starts a daemon, once that is up. It must succeed, and in
-        time: at the deadline it is killed, with all else that this shell has started."""
+        """What the line prints; where it starts a daemon, once that is up. Several lines are pasted
+        in one go. All must succeed, and in time: at the deadline they are killed, with all else
+        that this shell has started."""
         assert self._shell.stdin is not None
         assert self._shell.stdout is not None
-        self._shell.stdin.write(f"{line}\ncode=$?; echo; echo {_END} $code\n")
+        self._shell.stdin.write(f"code=0; trap 'code=$?' ERR\n{line}\necho; echo {_END} $code\n")
         self._shell.stdin.flush()
         deadline = threading.Timer(PATIENCE_S, os.killpg, (self._shell.pid, signal.SIGKILL))
         deadline.start()
