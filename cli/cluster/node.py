@@ -14,6 +14,7 @@ from oobleck.cli.jobs.follow import Away, warn
 from oobleck.cli.options import Seconds, master_option, nodes_argument
 from oobleck.cli.output.progress import OneLine
 from oobleck.cli.output.text import GONE
+from oobleck.core.units import comma_separated
 from oobleck.host.command import FAILED, NO_SUCH_THING, USAGE, CommandFailed
 from oobleck.host.display import inline
 from oobleck.host.ipc.endpoint import Endpoint
@@ -85,8 +86,7 @@ def drain(
 
 
 class _Shown:
-    """States of the nodes: a line for each that is done, above one that is rewritten for the
-    others. In a pipe each change is a line."""
+    """States of the nodes: a line for each change, and on a terminal one of progress below."""
 
     def __init__(self, out: TextIO) -> None:
         self.line = OneLine(out)
@@ -96,18 +96,17 @@ class _Shown:
 
     def show(self, infos: Sequence[pb.NodeInfo]) -> list[str]:
         """Show the states; return those of nodes that are not drained yet."""
-        pending = []
-        for info in infos:
-            told = _told(info)
-            if not (done := info.state in ("drained", *GONE)):
-                pending.append(told)
-            if (done or not self.line.live) and self._told.get(info.node) != told:
-                self._told[info.node] = told
-                self.line.show(told)
-                self.line.finish()
+        told = {info.node: _told(info) for info in infos}
+        if changed := [told[name] for name in told if told[name] != self._told.get(name)]:
+            self.line.show("")
+            for one in changed:
+                click.echo(one)
+        self._told = told
+        pending = [info.node for info in infos if info.state not in ("drained", *GONE)]
         if pending and self.line.live:
-            self.line.show(f"{time.monotonic() - self._began:.0f} s  {'; '.join(pending)}")
-        return pending
+            waited = f"{time.monotonic() - self._began:.0f} s"
+            self.line.show(f"{waited}  waiting for {comma_separated(pending)}")
+        return [told[name] for name in pending]
 
 
 def _await_drained(

@@ -233,7 +233,6 @@ class Requests:
     async def undrain(self, request_id: str, node: NodeName) -> None:
         """Make a known node take part again."""
 
-
         def event(known: Node) -> NodeUndrained:
             return NodeUndrained(node=node, request_id=request_id, excused=known.troubles)
 
