@@ -17,9 +17,11 @@ import sysconfig
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from bench.support.client import Record
-from bench.support.cluster import LocalCluster
+if TYPE_CHECKING:
+    from bench.support.client import Record
+    from bench.support.cluster import LocalCluster
 
 NODES = 5
 STEPS = 80
@@ -51,8 +53,8 @@ def job(name: str) -> dict[str, object]:
 class Disturbed:
     """What the disturbed run left behind."""
 
-    metrics: list[Record]
-    records: list[Record]
+    metrics: "list[Record]"
+    records: "list[Record]"
     victim: str
     killed_at: float
     returned_at: float
@@ -62,7 +64,7 @@ def say(text: str) -> None:
     print(text, flush=True)
 
 
-def progress(cluster: LocalCluster, job_id: str, until: int) -> None:
+def progress(cluster: "LocalCluster", job_id: str, until: int) -> None:
     """Wait for a step, showing the way there."""
     shown = 0
     while True:
@@ -78,7 +80,7 @@ def progress(cluster: LocalCluster, job_id: str, until: int) -> None:
         cluster.wait_step(job_id, min(step + 1, until))
 
 
-def drawing(pipelines: list[list[Record]]) -> str:
+def drawing(pipelines: "list[list[Record]]") -> str:
     """One line: which layers each node of each pipeline holds."""
     return "   ".join(
         " > ".join(f"{s['node']}[{s['first_layer']}-{s['last_layer']}]" for s in stages)
@@ -86,7 +88,7 @@ def drawing(pipelines: list[list[Record]]) -> str:
     )
 
 
-def disturbed_run(cluster: LocalCluster) -> Disturbed:
+def disturbed_run(cluster: "LocalCluster") -> Disturbed:
     job_id = cluster.submit(job("demo"))
     say(f"submitted {job_id}: a GPT, {STEPS} steps on the sources of Python's standard library")
     cluster.wait_step(job_id, 1)
@@ -117,7 +119,7 @@ def disturbed_run(cluster: LocalCluster) -> Disturbed:
     )
 
 
-def undisturbed_run(cluster: LocalCluster) -> list[Record]:
+def undisturbed_run(cluster: "LocalCluster") -> "list[Record]":
     job_id = cluster.submit(job("undisturbed"))
     say(f"submitted {job_id}: the same again, and nobody is killed")
     progress(cluster, job_id, STEPS)
@@ -125,13 +127,13 @@ def undisturbed_run(cluster: LocalCluster) -> list[Record]:
     return cluster.metrics(job_id)
 
 
-def throughput(metrics: list[Record], generation: int) -> float:
+def throughput(metrics: "list[Record]", generation: int) -> float:
     """Median tokens per second of a generation; its first step includes the warm-up."""
     steps = [r for r in metrics if r["generation"] == generation][1:]
     return statistics.median(r["tokens"] / r["step_seconds"] for r in steps) if steps else 0.0
 
 
-def report(run: Disturbed, reference: list[Record], cores: int) -> bool:
+def report(run: Disturbed, reference: "list[Record]", cores: int) -> bool:
     """Print what happened; returns whether the losses are equal."""
     say("\n== what happened ==")
     for record in run.records:
@@ -172,7 +174,7 @@ def report(run: Disturbed, reference: list[Record], cores: int) -> bool:
     return equal
 
 
-def plot(run: Disturbed, reference: list[Record], path: Path) -> None:
+def plot(run: Disturbed, reference: "list[Record]", path: Path) -> None:
     """Loss and throughput over time, with the events."""
     import matplotlib as mpl
 
@@ -213,11 +215,17 @@ def main() -> None:
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
     say(f"starting a cluster of {NODES} nodes on this machine")
-    with LocalCluster(NODES, state_dir=out / "state") as cluster:
-        run = disturbed_run(cluster)
-        reference = undisturbed_run(cluster)
-    equal = report(run, reference, os.cpu_count() or 1)
-    plot(run, reference, out / "demo.png")
+    try:
+        from bench.support.cluster import LocalCluster  # takes a while, in which Ctrl-C ends it too
+
+        with LocalCluster(NODES, state_dir=out / "state") as cluster:
+            run = disturbed_run(cluster)
+            reference = undisturbed_run(cluster)
+        equal = report(run, reference, os.cpu_count() or 1)
+        plot(run, reference, out / "demo.png")
+    except KeyboardInterrupt:
+        say(f"\ninterrupted; the cluster has ended, and its state is in {out / 'state'}")
+        sys.exit(130)
     say(f"\nplot: {out / 'demo.png'}   job files: {out / 'state' / 'jobs'}")
     sys.exit(0 if equal else 1)
 

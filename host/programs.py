@@ -11,9 +11,6 @@ import gc
 import importlib
 import os
 import sys
-from importlib.util import find_spec
-
-from oobleck.host.system.process import die_with_parent
 
 _CIPHERS = "GRPC_SSL_CIPHER_SUITES"
 _GRPC = "grpc._cython.cygrpc"
@@ -70,6 +67,10 @@ def quiet_grpc() -> None:
 
 
 if __name__ == "__main__":
+    from importlib.util import find_spec
+
+    from oobleck.host.system.process import die_with_parent
+
     die_with_parent(int(sys.argv[1]))
     module = sys.argv[2]
     del sys.argv[1:3]

@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,14 +18,15 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from bench.support.client import BIN, Record
 from bench.support.cluster import LocalCluster
-from bench.support.daemons import children_of
+from bench.support.daemons import children_of, descendants
 from bench.support.preloaded import Preloaded
 from oobleck.agent import metrics as of_agent
 from oobleck.host.metrics import Family
 from oobleck.master import metrics as of_master
 from oobleck.master.metrics import jobs, nodes, own
 from support.clusters import bring_into, failures, job
-from support.waiting import PATIENCE_S, all_gone
+from support.folders import ROOT
+from support.waiting import PATIENCE_S, all_gone, until
 
 _SERVED = re.compile(r"metrics are served address=(\S+)")
 
@@ -397,3 +399,25 @@ def test_failure_of_the_job_itself_ends_it(small_cluster: LocalCluster, tmp_path
     job_id = cluster.submit({**job("unused"), "data": {"tokens": str(tokens), "dtype": "uint16"}})
     assert cluster.wait_end(job_id) == "failed"
     assert "vocabulary" in cluster.status(job_id)["reason"]
+
+
+def test_ctrl_c_ends_the_demo_and_its_cluster_with_a_line(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "bench.demo", "--out", str(tmp_path)]
+    demo = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        until(lambda: len(list(descendants(demo.pid))) > 3, "an agent of the demo's")
+        processes = list(descendants(demo.pid))
+        os.killpg(demo.pid, signal.SIGINT)
+        told, wrong = demo.communicate(timeout=PATIENCE_S)
+    finally:
+        demo.kill()
+    assert (demo.returncode, wrong) == (130, "")
+    assert told.splitlines()[-1].startswith("interrupted; the cluster has ended, ")
+    all_gone(processes)

@@ -273,5 +273,7 @@ def test_what_cannot_be_compiled_on_a_node_is_that_nodes_fault(
     job, _, _ = looked_at("alike")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(compiled, "compiled", partial(compiled.compiled, backend=fails))
-    with pytest.raises(NodeError, match=r"layer 0 cannot be compiled on this machine: .*disk is full"):
+    with pytest.raises(
+        NodeError, match=r"layer 0 cannot be compiled on this machine: .*disk is full"
+    ):
         preflight(job, CPU, points(job))
