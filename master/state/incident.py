@@ -17,6 +17,7 @@ from msgspec.structs import replace
 
 from oobleck.core.ids import Generation, WorkerId
 from oobleck.core.units import comma_separated, head
+from oobleck.host.system.process import signal_name
 from oobleck.master.events.jobs import (
     Cause,
     Evidence,
@@ -361,7 +362,7 @@ def describe_exit(exited: WorkerExited) -> str:
             "training.microbatch or the agent's --memory-per-worker, or free memory there"
         )
     if exited.signal is not None:
-        return f"pid {exited.pid} was killed by signal {exited.signal}"
+        return f"pid {exited.pid} was killed by {signal_name(exited.signal)}"
     return f"pid {exited.pid} exited with code {exited.exit_code}"
 
 

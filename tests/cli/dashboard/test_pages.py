@@ -250,7 +250,7 @@ def test_an_incident_appears_on_the_open_page_and_has_one_of_its_own(
     page = viewer.get(of_incident)
     shown = plain(page.text)
     assert 'class="phase-detect"' in page.text
-    assert f"agent of n3: pid {worker.pid} was killed by signal 9" in shown
+    assert f"agent of n3: pid {worker.pid} was killed by SIGKILL" in shown
     # Stand-ins do not train in step, so it may not be known when the last step was.
     assert re.search(r"generation \d: standstill 0\.\d{3} s (\d\.\d{3} s|unknown)", shown), shown
     assert "worker n3/0 faults" in shown  # its last words

@@ -33,7 +33,7 @@ def seen(at: float, by: str, observer: str, saw: str, about: str | None = None) 
 
 WITNESSES = [
     seen(AT, "peer", "n1/0", "socket closed"),
-    seen(AT + 0.03, "agent", "n2", "pid 2018 was killed by signal 9", "n2/0"),
+    seen(AT + 0.03, "agent", "n2", "pid 2018 was killed by SIGKILL", "n2/0"),
     seen(AT + 0.4, "stream", "master", "its agent's stream closed", "n8"),
 ]
 RECORD: dict[str, Any] = {
@@ -72,7 +72,7 @@ RECORD: dict[str, Any] = {
 BLOCK = """\
 incident 2: worker n2/0 (rank 1, pid 2018) was killed by SIGKILL; recovered in 0.600 s
               first seen    peer n1/0: socket closed, {first}
-              witnesses     +0.030 s agent of n2: pid 2018 was killed by signal 9
+              witnesses     +0.030 s agent of n2: pid 2018 was killed by SIGKILL
                             +0.400 s master: n8: its agent's stream closed
               also          +0.400 s node n8 (rank 7) was lost: closed (a failure of its own)
               seconds in      detect      plan     abort  rendezvous  transfer  first_step     total
@@ -114,8 +114,7 @@ NARROW = """\
 incident 2: worker n2/0 (rank 1, pid 2018) was killed by SIGKILL;
               recovered in 0.600 s
               first seen    peer n1/0: socket closed, {first}
-              witnesses     +0.030 s agent of n2: pid 2018 was killed by signal
-                            9
+              witnesses     +0.030 s agent of n2: pid 2018 was killed by SIGKILL
                             +0.400 s master: n8: its agent's stream closed
               also          +0.400 s node n8 (rank 7) was lost: closed (a
                             failure of its own)
