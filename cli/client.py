@@ -99,7 +99,8 @@ class Unreachable(CommandFailed):
 def cannot_reach(address: str, reason: str, *, reached: bool = False) -> Unreachable:
     # Only there does `oobleck local` listen.
     fix = (
-        "start one with 'oobleck local --nodes 4', or name it"
+        "start one with 'oobleck local --nodes 4' (one that runs says how to restart its master), "
+        "or name it"
         if address == DEFAULT_MASTER
         else "check that oobleck-master runs there, or name another"
     )

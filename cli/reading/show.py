@@ -194,8 +194,9 @@ def events(
     Without JOB, show the events of the cluster: starts of the master, joins, losses and drains of
     nodes, jobs, tokens and certificates.
 
-    A closed failure is shown in full: root cause, first witness, seconds per phase, cost. Slow
-    workers are shown once none is slow any more: their pace, and the answers.
+    A closed failure is shown in full, with the time at which it began: root cause, first witness,
+    seconds per phase, cost. Slow workers are shown once none is slow any more: their pace, and the
+    answers.
     """
     from oobleck.cli.client import MasterClient
     from oobleck.cli.jobs.follow import follow_events, log_time
