@@ -17,7 +17,7 @@ not count until the agent is started anew.
 
 from collections.abc import Iterator, Sequence
 
-from oobleck.core.errors import PlanInfeasible
+from oobleck.core.errors import NoNodeReady, PlanInfeasible
 from oobleck.core.units import count
 from oobleck.master.events.jobs import CheckpointRequested
 from oobleck.master.events.nodes import (
@@ -181,7 +181,9 @@ def _find(
         except PlanInfeasible as infeasible:
             if node.drain is not None and node.drain.force:
                 return None, _by_force(job, node, node.drain)
-            events += _kept(job, node, "; ".join(infeasible.causes))
+            alone = isinstance(infeasible, NoNodeReady)
+            why = "no other node is ready" if alone else "; ".join(infeasible.causes)
+            events += _kept(job, node, why)
             continue
         if questions.is_too_much(job, node, without):
             left, wanted = can_lose(without.found.plan), job.spec.fault_tolerance
