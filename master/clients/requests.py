@@ -13,8 +13,6 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
-import msgspec
-
 from oobleck.core.ids import JobId, NodeName
 from oobleck.core.job.file import parse_job
 from oobleck.core.job.spec import JobSpec

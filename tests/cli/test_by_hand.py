@@ -25,7 +25,8 @@ STEPS = 3
 #: What this reader types below a line of the page: a copy of what no line is to change, and a
 #: shorter job without a measurement.
 BESIDE = {
-    "oobleck pki init --dir ~/.oobleck/master/pki": "\ncp -rp ~/.oobleck/master/pki/operator ~/before",
+    "oobleck pki init --dir ~/.oobleck/master/pki": "\n"
+    "cp -rp ~/.oobleck/master/pki/operator ~/before",
     "oobleck init first": f"\nsed -i 's/^  steps: .*/  steps: {STEPS}/' first/job.yaml"
     "\necho 'profile: estimate' >> first/job.yaml",
 }

@@ -126,7 +126,8 @@ def check_code(job: JobSpec) -> None:
     if code.fingerprint(*sources(job)) != job.model.description.code:
         raise NodeError(
             f"model: the code of {job.model.code.name}, or of the data, on this machine is not "
-            "what it was where the job was submitted; give every node the same code, and submit again"
+            "what it was where the job was submitted; give every node the same code, and submit "
+            "again"
         )
 
 

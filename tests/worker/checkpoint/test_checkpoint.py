@@ -384,8 +384,8 @@ def test_a_disk_that_stays_full_at_the_end_ends_the_job_and_says_what_is_not_sav
     cases = [
         (
             job(tmp_path / "saved", every=1000, output=small_disk / "weights"),
-            rf"output: cannot write to {small_disk}/weights on this machine: {full}; .*; the weights "
-            rf"of step {STEPS} are not saved; its checkpoint has them: make room, and submit .*",
+            rf"output: cannot write to {small_disk}/weights on this machine: {full}; .*; the "
+            rf"weights of step {STEPS} are not saved; its checkpoint has them: make room, and .*",
         ),
         (
             job(tmp_path / "none", every=1000, at_end=False, output=small_disk / "weights"),
