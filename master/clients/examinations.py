@@ -184,6 +184,8 @@ class _Examination:
         #: Nodes that have answered all phases so far.
         self._there: tuple[NodeName, ...] = ()
         self._listening: set[NodeName] = set()
+        #: By boot of a host: held while a node of it looks.
+        self._looking: dict[str, asyncio.Lock] = {}
         #: By node, folders in which it has left a file.
         self._marked: dict[NodeName, tuple[str, ...]] = {}
 
@@ -262,10 +264,7 @@ class _Examination:
         looked: dict[str, Looked] = {}
         looks = {
             asyncio.ensure_future(self._head.ask(Look(gently=self._gently))): together.HEAD,
-            **{
-                asyncio.ensure_future(self._ask(name, self._look(name, places))): name
-                for name in self._there
-            },
+            **{asyncio.ensure_future(self._look_alone(name, places)): name for name in self._there},
         }
         try:
             while looks:
@@ -286,6 +285,12 @@ class _Examination:
         self._marked = {name: _marked_in(looked[name]) for name in self._there}
         for finding in (*together.of_packets(looked), *together.of_places(looked)):
             yield finding
+
+    async def _look_alone(self, name: NodeName, places: tuple[Place, ...]) -> Answer:
+        """Have the node look while no other one of its host does, which would share its disks."""
+        boot = self._nodes[name].facts.boot or name
+        async with self._looking.setdefault(boot, asyncio.Lock()):
+            return await self._ask(name, self._look(name, places))
 
     def _look(self, name: NodeName, places: tuple[Place, ...]) -> Look:
         peers = (node.facts.address for other, node in self._nodes.items() if other != name)

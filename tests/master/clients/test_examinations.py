@@ -63,6 +63,8 @@ class Nodes:
         self.state = ClusterState()
         self.sessions: dict[NodeName, AgentSession] = {}
         self.orders: list[tuple[str, Order]] = []
+        #: By node: of the last order.
+        self.numbers: dict[str, int] = {}
         for number, name in enumerate(map(NodeName, names), start=1):
             seen = NodeSeen(last_heard=0.0, session=number)
             there = facts(name, address=f"10.0.0.{number}", newest_protocol=NEWEST)
@@ -81,6 +83,7 @@ class Nodes:
                 for message in await session.outgoing():
                     order = read_order(message.examine)
                     self.orders.append((session.node, order))
+                    self.numbers[session.node] = message.examine.number
                     if (told := answer(session.node, order)) is not None:
                         self.examinations.take(session.node, message.examine.number, told)
 
@@ -238,6 +241,36 @@ def test_a_job_that_trains_is_asked_for_little(tmp_path: Path) -> None:
     async def test() -> None:
         await ask(pairs=False, most=0)
         await ask(pairs=True, most=16 << 20)
+
+    run(test)
+
+
+def test_nodes_of_one_host_look_one_after_the_other(tmp_path: Path) -> None:
+    """They have the same disks, each of which would seem slow."""
+    nodes = Nodes(tmp_path, "n1", "n2", "n3")
+    for name, boot in (("n1", "b1"), ("n2", "b1"), ("n3", "b3")):
+        node = nodes.state.nodes[NodeName(name)]
+        node.facts = msgspec.structs.replace(node.facts, boot=boot)
+
+    async def test() -> None:
+        asked = asyncio.Event()
+
+        def answer(node: str, order: Order) -> Answer | None:
+            if isinstance(order, Look) and node == "n3":
+                asked.set()
+            return None if isinstance(order, Look) and node == "n1" else well(node, order)
+
+        async with nodes.answering(answer):
+            examining = asyncio.ensure_future(nodes.examine(Wish()))
+            await asked.wait()
+            for _ in range(20):
+                await asyncio.sleep(0)
+            assert nodes.told(Look) == ["n1", "n3"]
+            looked = well("n1", nodes.orders[-1][1])
+            assert looked is not None
+            nodes.examinations.take(NodeName("n1"), nodes.numbers["n1"], looked)
+            assert bad(await examining) == []
+        assert nodes.told(Look) == ["n1", "n2", "n3"]
 
     run(test)
 
