@@ -21,12 +21,17 @@ def run_script(preloaded: Preloaded, script: str, *arguments: str) -> tuple[str,
 
 
 @contextmanager
-def talking_script(preloaded: Preloaded, script: str) -> Iterator[tuple[TextIO, TextIO]]:
+def talking_script(
+    preloaded: Preloaded, script: str, *arguments: str
+) -> Iterator[tuple[TextIO, TextIO]]:
     """Start it; yield its standard input and output. It is killed where it still runs after."""
     (theirs, write), (read, out) = os.pipe(), os.pipe()
     with open(write, "w") as to, open(read) as told:
         started = preloaded.start(
-            __name__, script, environment=os.environ, files=[theirs, out, 2], timeout_s=PATIENCE_S
+            *(__name__, script, *arguments),
+            environment=os.environ,
+            files=[theirs, out, 2],
+            timeout_s=PATIENCE_S,
         )
         os.close(theirs)
         os.close(out)

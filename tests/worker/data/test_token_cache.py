@@ -1,9 +1,7 @@
 """The token cache: made once per node whoever asks, never torn, never out of date."""
 
 import os
-import signal
-import subprocess
-import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -11,6 +9,7 @@ import pytest
 from oobleck.core.job.spec import DataSpec
 from oobleck.host.token_file import DataError
 from oobleck.worker.data.dataset import Corpus
+from support.script import talking_script
 from support.tokenizers import train_tokenizer
 
 TEXT = "".join(f"Sentence number {n}.\n" for n in range(400))
@@ -60,29 +59,17 @@ def cached(spec: DataSpec) -> list[Path]:
     return sorted(Path(spec.cache or "").glob("*.tokens"))
 
 
-def test_many_workers_make_it_once(spec):
+def test_many_workers_make_it_once(spec, preloaded):
     arguments = [spec.text[0], spec.tokenizer or "", spec.cache or ""]
-    workers = [
-        subprocess.Popen(
-            [sys.executable, "-c", OPEN, *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for _ in range(4)
-    ]
-    for worker in workers:
-        assert worker.stdout is not None
-        assert worker.stdout.readline() == "loaded\n"
-    said = []
-    for worker in workers:
-        assert worker.stdin is not None
-        worker.stdin.write("go\n")
-        worker.stdin.flush()
-    for worker in workers:
-        out, _ = worker.communicate(timeout=240)
-        assert worker.returncode == 0
-        said.append(out.split())
+    with ExitStack() as scripts:
+        workers = [
+            scripts.enter_context(talking_script(preloaded, OPEN, *arguments)) for _ in range(4)
+        ]
+        assert [told.readline() for _, told in workers] == 4 * ["loaded\n"]
+        for to, _ in workers:
+            to.write("go\n")
+            to.flush()
+        said = [told.readline().split() for _, told in workers]
     assert sorted(made for made, *_ in said) == ["0", "0", "0", "1"]
     assert len({tuple(rest) for _, *rest in said}) == 1
     assert len(cached(spec)) == 1
@@ -109,18 +96,12 @@ def test_the_fingerprint_does_not_depend_on_when_texts_were_changed(spec, tmp_pa
     assert len(cached(spec)) == 2
 
 
-def test_a_worker_that_is_killed_leaves_nothing_torn(spec, tmp_path):
+def test_a_worker_that_is_killed_leaves_nothing_torn(spec, tmp_path, preloaded):
     arguments = [spec.text[0], spec.tokenizer or "", spec.cache or ""]
-    worker = subprocess.Popen(
-        [sys.executable, "-c", STAYS, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
-    assert worker.stdin is not None
-    assert worker.stdout is not None
-    worker.stdin.write(b"go\n")
-    worker.stdin.flush()
-    assert [worker.stdout.readline() for _ in range(2)] == [b"loaded\n", b"half\n"]
-    worker.send_signal(signal.SIGKILL)
-    worker.communicate()
+    with talking_script(preloaded, STAYS, *arguments) as (to, told):
+        to.write("go\n")
+        to.flush()
+        assert [told.readline() for _ in range(2)] == ["loaded\n", "half\n"]
     assert cached(spec) == []
     assert list(tmp_path.glob("cache/.*.making"))
     found = Corpus(spec, 300)
