@@ -161,7 +161,8 @@ def test_an_old_copy_that_is_put_back_goes_on_in_a_higher_term(
     for path in cluster.state_dir.iterdir():
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     shutil.copytree(old, cluster.state_dir, dirs_exist_ok=True)
-    cluster.start_master(*MASTER_FLAGS, FORGETFUL)
+    # Nor is a replacement of their workers to come.
+    cluster.start_master(*MASTER_FLAGS, FORGETFUL, "--replacement-grace-s=5")
     cluster.wait(lambda: bool(head_of(cluster)["held"]), "the second job held", poll_s=0.2)
     wait_held(cluster, second)
     head = head_of(cluster)

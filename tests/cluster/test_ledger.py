@@ -33,7 +33,8 @@ def daemons(tmp_path: Path, preloaded: Preloaded) -> Iterator[Daemons]:
 
 def power_on(daemons: Daemons, *options: str) -> None:
     flags = (flag.removeprefix("--master-flag=") for flag in PATIENT)
-    daemons.start_master("--quarantine-s=0", *flags, *options)
+    # Processes of before a power cut are all gone, and not waited for as usual.
+    daemons.start_master("--quarantine-s=0", "--return-s=4", *flags, *options)
     for name in NODES:
         daemons.start_node(name)
     daemons.wait(lambda: daemons.live() == set(NODES), "the nodes", poll_s=0.1)

@@ -114,7 +114,7 @@ def test_a_power_cut_of_all_hosts_is_one_cause(daemons: Daemons, text: str, tmp_
             os.kill(process.pid, signal.SIGKILL)
     for pid in (cluster.master_pid, *cluster.agents.values()):
         cluster.code(pid)
-    cluster.start_master(*MASTER_FLAGS)
+    cluster.start_master("--return-s=4", *MASTER_FLAGS)
     # Hosts take longer than a lease to boot. An agent that is here before shows that its host is
     # the one of before: this machine was not booted again.
     cluster.wait(lambda: {node["state"] for node in cluster.nodes().values()} == {"lost"}, "losses")
