@@ -1,6 +1,7 @@
 """The job file: what it means, and one clear line for everything that is wrong with it."""
 
 import re
+from typing import get_args
 
 import pytest
 from hypothesis import given
@@ -10,7 +11,14 @@ from oobleck.core.errors import InvalidJob
 from oobleck.core.job.file import format_job, parse_job
 from oobleck.core.job.model import ModelSpec
 from oobleck.core.job.optimization import OptimizerSpec, ScheduleSpec
-from oobleck.core.job.spec import DataSpec, JobSpec, RecoverySpec, ResourceSpec, TrainingSpec
+from oobleck.core.job.spec import (
+    DataSpec,
+    JobSpec,
+    RecoveryPolicy,
+    RecoverySpec,
+    ResourceSpec,
+    TrainingSpec,
+)
 from oobleck.core.units import format_bytes, parse_bytes
 
 JOB = """\
@@ -148,8 +156,8 @@ def refusal(text: str, *overrides: str) -> str:
         (
             "fault_tolerance: 1",
             "recovery: {policy: rerout}",
-            "job.yaml:10: recovery.policy must be auto or morph or reroute or shadow or templates "
-            "or uneven or wait, not the text",
+            f"recovery.policy must be {' or '.join(sorted(get_args(RecoveryPolicy)))}, not the "
+            "text \"rerout\"; did you mean 'reroute'?",
         ),
         (
             "fault_tolerance: 1",
