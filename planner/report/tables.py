@@ -34,10 +34,10 @@ class FollowUp:
     def data(self) -> dict[str, Any]:
         """Return it as plain data, for JSON."""
         if isinstance(self.found, PlanInfeasible):
-            return {"policy": self.wanted, **_answer(self.found)}
+            return {"policy": self.wanted, **answer_data(self.found)}
         made = self.found.found
         told = {"policy": self.found.policy, "rule": made.rule, "reason": made.reason}
-        return told | _answer(self.found)
+        return told | answer_data(self.found)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +65,7 @@ class Loss:
             "rule": None if taken is None else taken.found.rule,
             "reason": self.reason,
             "plan": plan,
-            "policies": {policy: _answer(each) for policy, each in self.answers.items()},
+            "policies": {policy: answer_data(each) for policy, each in self.answers.items()},
             "follow_ups": [each.data() for each in self.follow_ups],
         }
 
@@ -112,7 +112,8 @@ def _follow_ups(change: Change, then: Next | None, outlook: Outlook) -> Iterator
         change, then = after(change, found), found.then
 
 
-def _answer(each: Answer | PlanInfeasible) -> dict[str, Any]:
+def answer_data(each: Answer | PlanInfeasible) -> dict[str, Any]:
+    """Return an answer, or a refusal, as plain data."""
     if isinstance(each, PlanInfeasible):
         return {"refused": str(each)}
     return {

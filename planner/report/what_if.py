@@ -3,22 +3,21 @@
 The code that answers real losses makes the answer.
 """
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from oobleck.core.errors import PlanInfeasible
-from oobleck.core.ids import Generation, NodeName
+from oobleck.core.ids import Generation, NodeName, WorkerId
 from oobleck.core.units import comma_separated, runs
-from oobleck.planner.cost.estimate import estimate_step
-from oobleck.planner.cost.listed import estimate_listed, with_listing
-from oobleck.planner.programs.listing.schedule import listed_routes
-from oobleck.planner.recovery.answer import Answer, Change
+from oobleck.planner.recovery.answer import Answer, Change, situation
 from oobleck.planner.recovery.policies import Answers, answer, answers
 from oobleck.planner.recovery.reconfigure import can_lose
 from oobleck.planner.recovery.terms import Terms
+from oobleck.planner.recovery.uneven.candidates import staying_s
 from oobleck.planner.report.drawing import shape
 from oobleck.planner.report.planning import Planning
+from oobleck.planner.report.tables import answer_data
 from oobleck.planner.search.catalogue import Catalogue
 
 
@@ -31,7 +30,7 @@ class WhatIf:
     hit: tuple[NodeName, ...]
     step_s: float
     can_lose: int
-    shape: str
+    plan: str
     #: Layers without any holder; then the job returns to a checkpoint.
     gone_layers: tuple[int, ...]
     #: The answer; None: there is none, and the reason says what is missing.
@@ -46,11 +45,11 @@ class WhatIf:
         return {
             "lost": list(self.lost),
             "hit": list(self.hit),
-            "before": {"step_s": self.step_s, "can_lose": self.can_lose, "shape": self.shape},
+            "before": {"step_s": self.step_s, "can_lose": self.can_lose, "plan": self.plan},
             "gone_layers": [[run[0], run[-1]] for run in runs(self.gone_layers)],
             "after": None
             if taken is None
-            else _answer(taken)
+            else answer_data(taken)
             | {
                 "policy": taken.policy,
                 "rule": taken.found.rule,
@@ -58,7 +57,7 @@ class WhatIf:
                 "idle": list(taken.found.idle),
             },
             "reason": self.reason,
-            "policies": {policy: _answer(each) for policy, each in self.answers.items()},
+            "policies": {policy: answer_data(each) for policy, each in self.answers.items()},
         }
 
 
@@ -72,7 +71,8 @@ def what_if(planning: Planning, lost: Collection[NodeName]) -> WhatIf:
     if not live:
         raise ValueError("all nodes would be lost; leave one")
     holders = plan.layer_nodes()
-    change = _change(planning, live)
+    rates = {one.worker: one.rate for one in planning.rates}
+    change = _change(planning, live, rates)
     each = answers(change)
     taken: Answer | None = None
     try:
@@ -83,9 +83,9 @@ def what_if(planning: Planning, lost: Collection[NodeName]) -> WhatIf:
     return WhatIf(
         lost=tuple(sorted(gone)),
         hit=tuple(node for node in plan.nodes if node in gone),
-        step_s=_step_s(planning),
+        step_s=staying_s(situation(replace(change, rates=rates))),
         can_lose=can_lose(plan),
-        shape=shape(plan),
+        plan=shape(plan),
         gone_layers=tuple(la for la, nodes in enumerate(holders) if nodes <= gone),
         taken=taken,
         reason=reason,
@@ -93,7 +93,9 @@ def what_if(planning: Planning, lost: Collection[NodeName]) -> WhatIf:
     )
 
 
-def _change(planning: Planning, live: tuple[NodeName, ...]) -> Change:
+def _change(
+    planning: Planning, live: tuple[NodeName, ...], rates: Mapping[WorkerId, float]
+) -> Change:
     """Build the change to the live nodes; raises PlanInfeasible."""
     terms = Terms(
         profile=planning.profile,
@@ -109,27 +111,6 @@ def _change(planning: Planning, live: tuple[NodeName, ...]) -> Change:
         base=planning.base,
         live=live,
         generation=Generation(planning.plan.generation + 1),
-        rates={one.worker: one.rate for one in planning.rates if one.worker.node in live},
+        rates={worker: rate for worker, rate in rates.items() if worker.node in live},
         racks=dict(planning.racks),
     )
-
-
-def _step_s(planning: Planning) -> float:
-    """Return the step time of the running plan."""
-    plan = planning.plan
-    if listed_routes(plan):
-        listed = with_listing(plan, planning.profile)
-        return estimate_listed(listed, planning.profile, tied=planning.tied).step_s
-    return estimate_step(plan, planning.profile, tied=planning.tied).step_s
-
-
-def _answer(each: Answer | PlanInfeasible) -> dict[str, Any]:
-    if isinstance(each, PlanInfeasible):
-        return {"refused": str(each)}
-    return {
-        "step_s": each.step_s,
-        "moved_bytes": each.moved_bytes,
-        "stall_s": each.stall_s,
-        "can_lose": can_lose(each.found.plan),
-        "shape": shape(each.found.plan),
-    }

@@ -52,10 +52,10 @@ def names(text: str) -> list[NodeName]:
 def test_it_is_what_would_answer_the_loss() -> None:
     found = what_if(planning(2, 2), names("n1")).data()
     assert (found["hit"], found["gone_layers"]) == (["n1"], [])
-    assert found["before"]["shape"] == "2 pipelines of 2 nodes"
+    assert found["before"]["plan"] == "2 pipelines of 2 nodes"
     assert found["before"]["can_lose"] == 1
     after = found["after"]
-    assert (after["policy"], after["shape"]) == ("templates", "2 pipelines of 2 nodes")
+    assert (after["policy"], after["plan"]) == ("templates", "2 pipelines of 2 nodes")
     assert after["can_lose"] == 1
     assert after["moved_bytes"] > 0
     assert set(found["policies"]) == {"templates", "reroute"}
@@ -77,8 +77,14 @@ def test_a_loss_beyond_all_plans_has_a_reason() -> None:
 def test_nodes_that_the_plan_does_not_have_change_nothing() -> None:
     found = what_if(planning(2, 2), names("spare")).data()
     assert found["hit"] == []
-    assert found["after"]["shape"] == found["before"]["shape"]
+    assert found["after"]["plan"] == found["before"]["plan"]
     assert found["after"]["moved_bytes"] == 0
+
+
+def test_a_step_of_now_is_that_of_slow_workers_too() -> None:
+    asked = planning(2, 2)
+    slow = what_if(asked, names("n0")).step_s
+    assert slow > what_if(replace(asked, rates=()), names("n0")).step_s
 
 
 @pytest.mark.parametrize(
