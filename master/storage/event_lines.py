@@ -124,6 +124,8 @@ def _line(state: ClusterState, event: Journaled) -> EventLine | None:
             drain = state.nodes[event.node].drain
             reason = drain.reason if drain is not None else ""
             forced = event.job_id is not None
+            if drain is not None and drain.by == "quarantine" and not forced:
+                return None  # nobody asked for it, and node_quarantined has told it
             return _with("node_drained", event, "node") | {"reason": reason, "abrupt": forced}
         case jobs.JobSubmitted(spec=spec):
             return _with("submitted", spec, "name")

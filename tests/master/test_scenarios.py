@@ -62,6 +62,14 @@ def test_versions_that_differ_in_a_plan_are_told_once() -> None:
     assert mixed["torch"]["2.14.0"] == ("n6", "n7", "n8", "n9")
 
 
+def test_a_node_that_is_put_aside_is_not_said_to_be_drained_too() -> None:
+    player = Player()
+    player.play(commands("quarantine"))
+    told = [line["event"] for lines in player.event_lines.values() for line in lines]
+    assert "node_quarantined" in told
+    assert "node_drained" not in told
+
+
 @pytest.mark.parametrize("path", SCENARIOS, ids=lambda path: path.stem)
 def test_every_reconfiguration_is_recorded_once_and_its_phases_add_up(path: Path) -> None:
     player, _ = played(path)
