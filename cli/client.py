@@ -287,11 +287,10 @@ class MasterClient:
     # ---- certificates
 
     def await_start(self, tell: Callable[[str], None]) -> None:
-        """Wait until a master that was just started accepts connections, for START_S at most."""
+        """Wait while hosts of masters refuse connections, for START_S at most: one was just started
+        and does not listen yet. What else is wrong is reported by the next call."""
         until, told = time.monotonic() + START_S, False
-        while not any(map(takes_connection, self._endpoint.addresses)):
-            if time.monotonic() >= until:
-                return  # the next call reports why
+        while _is_refused(self._endpoint.addresses) and time.monotonic() < until:
             if not told:
                 tell(f"no master listens at {self._at} yet; waiting {START_S:.0f} s for it")
                 told = True
@@ -475,6 +474,20 @@ def takes_connection(address: str) -> bool:
             return True
     except (OSError, UnicodeError):
         return False
+
+
+def _is_refused(addresses: Sequence[str]) -> bool:
+    """Return whether no address accepts a connection, and a host that answers refuses one."""
+    refused = False
+    for address in addresses:
+        try:
+            with socket.create_connection(split_address(address), CONNECT_S):
+                return False
+        except ConnectionRefusedError:
+            refused = True
+        except (OSError, UnicodeError):
+            continue
+    return refused
 
 
 def _speaks_tls(address: str) -> bool:

@@ -295,7 +295,12 @@ def job_argument(*, required: bool = True) -> Callable[[F], F]:
 def nodes_argument(function: F) -> F:
     """Add the argument `names`, nodes that the master knows."""
     return click.argument(
-        "names", metavar="NODE...", nargs=-1, required=True, shell_complete=node_names
+        "names",
+        metavar="NODE...",
+        nargs=-1,
+        required=True,
+        shell_complete=node_names,
+        callback=lambda _context, _parameter, names: tuple(dict.fromkeys(names)),
     )(function)
 
 

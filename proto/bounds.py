@@ -90,6 +90,8 @@ _LISTS: Mapping[str, int] = {
     # An agent sends 256 at a time.
     "StepRecords.records": 1024,
     "WorkerStatus.also_entered": 64,
+    # A master remembers some such requests, by node.
+    "DrainNodesRequest.nodes": 256,
     # Entries for all workers of a cluster.
     "Assign.leaving": 1 << 17,
     "PeerLost.unreached": 1 << 17,

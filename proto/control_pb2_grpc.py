@@ -400,7 +400,7 @@ class OperatorServicer:
 
     def DrainNodes(self, request, context):
         """Move the work off nodes and keep them out until they are undrained; NOT_FOUND where one is
-        unknown, and none is drained then. One plan is without all that the job can spare.
+        unknown, and none is drained then. One plan leaves out all nodes that the job can spare.
         The reply is sent once that is on disk, before the work has moved. It has whether the work can
         move, or the reason why not, except for plans that take seconds.
         """

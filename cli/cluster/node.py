@@ -64,7 +64,7 @@ def drain(
     says so, and why. Repeating the command changes nothing.
 
     Exit codes: 0 the nodes are drained, or without --wait asked to be; 1 they are not within
-    --timeout.
+    --timeout; 3 there is no such node, or it was lost and forgotten meanwhile.
     """
     if len(reason) > MOST_REASON:
         raise CommandFailed(f"--reason: is longer than {MOST_REASON} characters", USAGE)
@@ -80,7 +80,7 @@ def drain(
             return
         shown = _Shown(sys.stdout)
         try:
-            _await_drained(connection, infos, shown, timeout_s)
+            _await_drained(connection, names, infos, shown, timeout_s)
         finally:
             shown.line.finish()
 
@@ -111,27 +111,34 @@ class _Shown:
 
 def _await_drained(
     connection: MasterClient,
+    names: Sequence[str],
     infos: Sequence[pb.NodeInfo],
     shown: _Shown,
     timeout_s: float | None,
 ) -> None:
-    """Show the nodes' states until all are drained or lost. Raise CommandFailed after
-    `timeout_s`."""
+    """Show the nodes' states until all are drained or lost. Raise CommandFailed after `timeout_s`,
+    and in the end where nodes are forgotten."""
     until = math.inf if timeout_s is None else time.monotonic() + timeout_s
     away = Away(partial(_above, shown.line), answered=True)
-    names = [info.node for info in infos]
     while pending := shown.show(infos):
-        late = CommandFailed(f"--timeout {timeout_s or 0:g}s: {'; '.join(pending)}", FAILED)
+        why: Unreachable | None = None
+        if time.monotonic() < until:
+            time.sleep(_POLL_S)
+            try:
+                infos = [info for info in connection.nodes() if info.node in names]
+                away.answered()
+            except Unreachable as unreachable:
+                why = unreachable
         if time.monotonic() >= until:
-            raise late
-        time.sleep(_POLL_S)
-        try:
-            infos = _found(connection, names)
-            away.answered()
-        except Unreachable as unreachable:
-            if time.monotonic() >= until:
-                raise late from unreachable
-            away.wait(unreachable)
+            raise CommandFailed(f"--timeout {timeout_s:g}s: {'; '.join(pending)}", FAILED) from why
+        if why is not None:
+            away.wait(why)
+    known = {info.node for info in infos}
+    if missing := [name for name in names if name not in known]:
+        raise CommandFailed(
+            f"node {comma_separated(missing)} was lost, and the master has forgotten it",
+            NO_SUCH_THING,
+        )
 
 
 @node.command(short_help="Let nodes take part again.")
@@ -171,6 +178,8 @@ def _each(names: Sequence[str], change: Callable[[str], str]) -> None:
         try:
             click.echo(change(name))
         except Unreachable:
+            if refused is not None:
+                warn(refused.format_message())
             raise
         except CommandFailed as failed:
             if refused is not None:
@@ -178,16 +187,6 @@ def _each(names: Sequence[str], change: Callable[[str], str]) -> None:
             refused = failed
     if refused is not None:
         raise refused
-
-
-def _found(connection: MasterClient, names: Sequence[str]) -> list[pb.NodeInfo]:
-    """Return the nodes' states. Raise CommandFailed if the master has forgotten one."""
-    known = {info.node: info for info in connection.nodes()}
-    if missing := next((name for name in names if name not in known), None):
-        raise CommandFailed(
-            f"node {missing} was lost, and the master has forgotten it", NO_SUCH_THING
-        )
-    return [known[name] for name in names]
 
 
 def _told(info: pb.NodeInfo) -> str:

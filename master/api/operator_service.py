@@ -32,7 +32,7 @@ from oobleck.master.api.view import (
 )
 from oobleck.master.api.wheels import Wheels
 from oobleck.master.clients.examinations import Busy, Wish
-from oobleck.master.clients.requests import Requests
+from oobleck.master.clients.requests import Requests, node_request
 from oobleck.master.clients.timelines import NoTimeline
 from oobleck.master.loop import Master
 from oobleck.master.planning.client import planning
@@ -246,13 +246,25 @@ class OperatorService(rpc.OperatorServicer):
     async def DrainNodes(
         self, request: pb.DrainNodesRequest, context: Context
     ) -> pb.DrainNodesReply:
-        names = [await self._node(request.request_id, name, context) for name in request.nodes]
+        await _check_request_id(request.request_id, context)
+        if not request.nodes:
+            text = "nodes: is empty; name one at least"
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, text)
+        state, names = self._master.state, [NodeName(name) for name in dict.fromkeys(request.nodes)]
+        for name in names:
+            # A repeated request may have nodes that are forgotten meanwhile.
+            if node_request(request.request_id, name) not in state.node_requests:
+                await self._node(request.request_id, name, context)
         await self._requests(context).drain(
             request.request_id, names, request.reason, force=request.force
         )
         await self._fate_of(names)
         return pb.DrainNodesReply(
-            nodes=[await self._node_info(name, context) for name in dict.fromkeys(names)]
+            nodes=[
+                node_info(state, state.nodes[name], self._master.now(), self._master.unix())
+                for name in names
+                if name in state.nodes
+            ]
         )
 
     async def _fate_of(self, names: Sequence[NodeName]) -> None:

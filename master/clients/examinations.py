@@ -287,7 +287,7 @@ class _Examination:
             yield finding
 
     async def _look_alone(self, name: NodeName, places: tuple[Place, ...]) -> Answer:
-        """Have the node look while no other one of its host does, which would share its disks."""
+        """Have the node look, one node of a host at a time: they share its disks."""
         boot = self._nodes[name].facts.boot or name
         async with self._looking.setdefault(boot, asyncio.Lock()):
             return await self._ask(name, self._look(name, places))

@@ -69,6 +69,11 @@ LOST: tuple[str, ...] = (
 )
 
 
+def node_request(request_id: str, node: str) -> str:
+    """Return the id of the part about one node of a request about several."""
+    return f"{request_id}/{node}"
+
+
 class Requests:
     def __init__(
         self,
@@ -210,8 +215,8 @@ class Requests:
     async def drain(
         self, request_id: str, nodes: Sequence[NodeName], reason: str, *, force: bool
     ) -> None:
-        """Request the drain of known nodes, which is decided of all at once; one that an operator
-        drains like this is left as it is."""
+        """Request the drain of known nodes, in one decision. Leave a node alone that an operator
+        already drains like this."""
 
         def is_so(drain: Drain | None) -> bool:
             if drain is None or drain.by != "operator":
@@ -223,10 +228,10 @@ class Requests:
                 return None
             name = known.facts.node
             return NodeDrainRequested(
-                node=name, request_id=f"{request_id}/{name}", reason=reason, force=force
+                node=name, request_id=node_request(request_id, name), reason=reason, force=force
             )
 
-        await self._about_nodes({name: f"{request_id}/{name}" for name in nodes}, event)
+        await self._about_nodes({name: node_request(request_id, name) for name in nodes}, event)
 
     async def undrain(self, request_id: str, node: NodeName) -> None:
         """Make a known node take part again."""
@@ -257,9 +262,10 @@ class Requests:
 
         def answer(_: float) -> None:
             state = self._ledger.state
+            answered = set(state.node_requests)
             for name, request_id in asked.items():
                 # A lost node may be forgotten meanwhile.
-                if name not in state.nodes or request_id in state.node_requests:
+                if name not in state.nodes or request_id in answered:
                     continue
                 if (found := event(state.nodes[name])) is not None:
                     self._ledger.journal(found)

@@ -15,6 +15,7 @@ the job waits for nodes or can lose fewer than it wants. A trouble that an opera
 not count until the agent is started anew.
 """
 
+import contextlib
 from collections.abc import Iterator, Sequence
 
 from oobleck.core.errors import NoNodeReady, PlanInfeasible
@@ -173,6 +174,12 @@ def _find(
     staying = list(moving)
     found: Answer | None = None
     events: list[Journaled] = []
+    if len(moving) > 1:  # mostly all can go, which one plan shows
+        with contextlib.suppress(PlanInfeasible):
+            found = next_plan(context, job, by_name(ready), generation, WITHOUT_DRAINED)
+            if not any(questions.is_too_much(job, node, found) for node in moving):
+                return found, []
+            found = None
     for node in sorted(moving, key=lambda node: node.drain is None or not node.drain.force):
         rest = [other for other in staying if other is not node]
         try:
@@ -182,7 +189,11 @@ def _find(
             if node.drain is not None and node.drain.force:
                 return None, _by_force(job, node, node.drain)
             alone = isinstance(infeasible, NoNodeReady)
-            why = "no other node is ready" if alone else "; ".join(infeasible.causes)
+            why = (
+                "it is the last node that can train it; start or undrain another one"
+                if alone
+                else "; ".join(infeasible.causes)
+            )
             events += _kept(job, node, why)
             continue
         if questions.is_too_much(job, node, without):

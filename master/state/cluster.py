@@ -37,8 +37,8 @@ GENERATIONS_PER_TERM = 100_000
 _KNOWN_STARTS = 256
 #: Largest believed distance of a term above this head's own. Else one lie would use up all terms.
 _MOST_AHEAD = 1000
-#: Remembered requests about nodes, so that a repeated one is recognised.
-_KNOWN_REQUESTS = 256
+#: Remembered requests about nodes, one for each node, so that a repeated one is recognised.
+_KNOWN_REQUESTS = 4096
 
 
 class Term(msgspec.Struct, frozen=True, kw_only=True):

@@ -27,7 +27,9 @@ _JOB = format_job(job_spec("demo", steps=20, f=0, min_nodes=1, checkpoint=1))
 _REQUESTS: dict[str, Any] = {
     "Submit": pb.SubmitRequest(request_id="r", job=_JOB),
     "SaveCheckpoint": pb.SaveCheckpointRequest(request_id="r", job_id="demo-1"),
-    "DrainNodes": pb.DrainNodesRequest(request_id="r", nodes=["n1"], reason="fans", force=True),
+    "DrainNodes": pb.DrainNodesRequest(
+        request_id="r", nodes=["n1", "n1"], reason="fans", force=True
+    ),
     "UndrainNode": pb.UndrainNodeRequest(request_id="r", node="n1"),
     "ForgetNode": pb.ForgetNodeRequest(request_id="r", node="n1"),
     "CancelJob": pb.CancelRequest(request_id="r", job_id="demo-1"),

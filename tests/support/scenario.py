@@ -849,7 +849,7 @@ class Player:
             if name != "force":
                 wish = NodeDrainRequested(
                     node=NodeName(name),
-                    request_id=f"request-{self.lives}",
+                    request_id=f"request-{self.lives}/{name}",
                     reason="new memory",
                     force="force" in names,
                 )
