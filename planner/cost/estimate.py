@@ -8,7 +8,7 @@ not build programs, nor choose.
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from oobleck.core.ids import WorkerId
 from oobleck.core.instructions import Share
@@ -261,11 +261,11 @@ class Replays:
         return StepEstimate(schedule=schedule, step_s=step_s, kinds=tuple(estimates))
 
     def _replay(self, questions: Sequence[Question]) -> None:
-        if len(self._computed) > _MOST_KEPT:
-            for kept in (self._computed, self._replayed, self._cuts, self._ends):
-                kept.clear()
-            self._costs.clear()
-            self._alone.clear()
+        # Pipelines of other nodes add nothing that is computed.
+        if max(len(self._computed), len(self._alone)) > _MOST_KEPT:
+            kept: tuple[dict[Any, Any], ...] = (self._computed, self._replayed, self._cuts)
+            for each in (*kept, self._ends, self._costs, self._alone):
+                each.clear()
         unknown = dict.fromkeys(q for q in questions if q not in self._computed)
         self._computed.update(computed_s(unknown, self._replayed))
 

@@ -52,7 +52,8 @@ class PipelineCost:
         return most if self.period == 0 else min(most, 1 + (time - self.first) // self.period)
 
     def next_end(self, time: int) -> int:
-        """Return the first tick after `time` at which a micro-batch behind the first one ends."""
+        """Return the first tick after `time` at which a further micro-batch ends. With period 0 all
+        end at `first`, and `time` must be before it."""
         if self.period == 0:
             return self.first
         return self.first + max(1, (time - self.first) // self.period + 1) * self.period

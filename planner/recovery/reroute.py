@@ -336,7 +336,7 @@ def merged(way: Iterable[Hop]) -> tuple[Hop, ...]:
     )
 
 
-#: Workers with the ticks of a micro-batch, as often as they compute for it.
+#: Each hop's workers, with the hop's ticks; a worker of two hops is there twice.
 _Work = Sequence[tuple[WorkerId, int]]
 
 
@@ -389,7 +389,7 @@ class _FewHelpers:
         self._whole: list[tuple[int, int]] = []
         for number in self._own:
             taken = [ticks(hop) for hop in routes[number].hops]
-            helps = any(hop.workers in helping for hop in routes[number].hops if helping)
+            helps = bool(helping) and any(hop.workers in helping for hop in routes[number].hops)
             wait = (sum(taken) - max(taken)) * (1 if helps else waits) // _PARTS
             self._wait[number] = wait
             self._whole.append(((routes[number].microbatches + 1) * max(taken) + wait, number))

@@ -78,10 +78,10 @@ class Terms:
         """Make the first plan for the nodes. Raises PlanInfeasible."""
         names = sorted(nodes)
         pipelines = min(self.fault_tolerance + 1, len(names) // self.sizes.start, microbatches)
-        memory, known = self.profile.gpu_memory_bytes, catalogue.first_plans
-        key = self.sizes, memory, len(names), microbatches, pipelines, self.schedule
-        if key not in known:
-            known[key] = make_first_plan(
+        memory = self.profile.gpu_memory_bytes
+
+        def make() -> Plan:
+            return make_first_plan(
                 catalogue,
                 self.sizes,
                 names,
@@ -91,7 +91,9 @@ class Terms:
                 generation=generation,
                 wanted=self.schedule,
             ).plan
-        made = known[key]
+
+        key = self.sizes, memory, len(names), microbatches, pipelines, self.schedule
+        made = catalogue.first_plan(key, make)
         # Nodes are taken by name; some may be left over.
         return renamed(made, dict(zip(made.nodes, names, strict=False))).having(
             generation=generation

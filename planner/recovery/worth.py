@@ -365,7 +365,8 @@ class _Around:
         return bool(listed_routes(self.plan))
 
     def becomes(self, made: Plan) -> bool:
-        """Return whether a plan that was scheduled is this one: another schedule did not fit."""
+        """Return whether `made` has this plan's routes and schedule, so that scheduling it again
+        gives the same."""
         return (self.plan.schedule, self.plan.routes) == (made.schedule, made.routes)
 
     @property

@@ -191,8 +191,8 @@ def share_batch(costs: Sequence[PipelineCost], microbatches: int) -> tuple[int, 
     time.
 
     The result equals handing out one micro-batch after the other, each to the pipeline that would
-    finish it first (the first one among ties). It is found by bisection over the time. Raises
-    PlanInfeasible where there are fewer micro-batches than pipelines.
+    finish it first (the first one among ties). Raises PlanInfeasible where there are fewer
+    micro-batches than pipelines.
     """
     if len(costs) > microbatches:
         raise PlanInfeasible(
@@ -222,7 +222,7 @@ def _share(cost: PipelineCost, time: int, microbatches: int) -> int:
     return max(1, cost.capacity(time, microbatches))
 
 
-#: Micro-batches per pipeline that are left for going from one end of a micro-batch to the next.
+#: Leaps stop when at most so many micro-batches per pipeline are left.
 _LEFT = 3
 #: Covers rounding in floating point.
 _ROUNDED_DOWN = 1 - 1e-9
