@@ -7,6 +7,8 @@ kills one node in mid-run, starts it again later, then trains the same job undis
 the two against each other. Leaves the job files and a plot in the output directory.
 """
 
+from __future__ import annotations
+
 import argparse
 import itertools
 import os
@@ -53,8 +55,8 @@ def job(name: str) -> dict[str, object]:
 class Disturbed:
     """What the disturbed run left behind."""
 
-    metrics: "list[Record]"
-    records: "list[Record]"
+    metrics: list[Record]
+    records: list[Record]
     victim: str
     killed_at: float
     returned_at: float
@@ -64,7 +66,7 @@ def say(text: str) -> None:
     print(text, flush=True)
 
 
-def progress(cluster: "LocalCluster", job_id: str, until: int) -> None:
+def progress(cluster: LocalCluster, job_id: str, until: int) -> None:
     """Wait for a step, showing the way there."""
     shown = 0
     while True:
@@ -80,7 +82,7 @@ def progress(cluster: "LocalCluster", job_id: str, until: int) -> None:
         cluster.wait_step(job_id, min(step + 1, until))
 
 
-def drawing(pipelines: "list[list[Record]]") -> str:
+def drawing(pipelines: list[list[Record]]) -> str:
     """One line: which layers each node of each pipeline holds."""
     return "   ".join(
         " > ".join(f"{s['node']}[{s['first_layer']}-{s['last_layer']}]" for s in stages)
@@ -88,7 +90,7 @@ def drawing(pipelines: "list[list[Record]]") -> str:
     )
 
 
-def disturbed_run(cluster: "LocalCluster") -> Disturbed:
+def disturbed_run(cluster: LocalCluster) -> Disturbed:
     job_id = cluster.submit(job("demo"))
     say(f"submitted {job_id}: a GPT, {STEPS} steps on the sources of Python's standard library")
     cluster.wait_step(job_id, 1)
@@ -119,7 +121,7 @@ def disturbed_run(cluster: "LocalCluster") -> Disturbed:
     )
 
 
-def undisturbed_run(cluster: "LocalCluster") -> "list[Record]":
+def undisturbed_run(cluster: LocalCluster) -> list[Record]:
     job_id = cluster.submit(job("undisturbed"))
     say(f"submitted {job_id}: the same again, and nobody is killed")
     progress(cluster, job_id, STEPS)
@@ -127,13 +129,13 @@ def undisturbed_run(cluster: "LocalCluster") -> "list[Record]":
     return cluster.metrics(job_id)
 
 
-def throughput(metrics: "list[Record]", generation: int) -> float:
+def throughput(metrics: list[Record], generation: int) -> float:
     """Median tokens per second of a generation; its first step includes the warm-up."""
     steps = [r for r in metrics if r["generation"] == generation][1:]
     return statistics.median(r["tokens"] / r["step_seconds"] for r in steps) if steps else 0.0
 
 
-def report(run: Disturbed, reference: "list[Record]", cores: int) -> bool:
+def report(run: Disturbed, reference: list[Record], cores: int) -> bool:
     """Print what happened; returns whether the losses are equal."""
     say("\n== what happened ==")
     for record in run.records:
@@ -174,7 +176,7 @@ def report(run: Disturbed, reference: "list[Record]", cores: int) -> bool:
     return equal
 
 
-def plot(run: Disturbed, reference: "list[Record]", path: Path) -> None:
+def plot(run: Disturbed, reference: list[Record], path: Path) -> None:
     """Loss and throughput over time, with the events."""
     import matplotlib as mpl
 

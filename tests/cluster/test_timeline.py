@@ -67,7 +67,6 @@ def test_timeline_of_a_running_job(small_cluster: LocalCluster, text: str, tmp_p
     assert {"leave", "rendezvous", "agree", "transfer", "first step"} <= recovery
     told = " ".join(cluster.oobleck("timeline", job_id).stdout.split())
     phases = re.findall(r"[:,] ([a-z ]+) \d+\.\d ms", told)
-    assert [phase for phase in phases if phase in recovery] == phases
     assert set(phases) == recovery, told
     cluster.oobleck("cancel", job_id)
     cluster.wait_end(job_id)

@@ -120,15 +120,15 @@ def test_agents_are_restarted_in_turn_and_no_step_is_lost(
     folder = tmp_path / "state" / "jobs" / job_id
     events = folder / "events.jsonl"
     # A change is recorded once its first step is done.
-    until(lambda: not departures(read_lines(events), 1)[1], "the record of the last return")
-    assert departures(read_lines(events), 1) == (3, set())
+    until(lambda: not one_at_a_time(read_lines(events))[1], "the record of the last return")
+    assert one_at_a_time(read_lines(events)) == (3, set())
     # More at a time than the job can spare: the others wait until one is back.
     listed.write_text("".join(f"{hosts.line(name).strip()} workers=1 rack=r1\n" for name in NODES))
     done = up("--rolling", "3")
     assert all("started anew" in line for line in done.stdout.splitlines()[:-1])
     assert in_plan(secured, job_id) == set(NODES)
-    until(lambda: not departures(read_lines(events), 2)[1], "the record of the last return")
-    assert departures(read_lines(events), 2) == (6, set())
+    until(lambda: not one_at_a_time(read_lines(events))[1], "the record of the last return")
+    assert one_at_a_time(read_lines(events)) == (6, set())
 
     # A node that an operator has drained stays so; one that a job cannot spare ends the roll.
     assert secured.oobleck("node", "drain", "n3", "--reason", "bad DIMM", "--wait").returncode == 0
@@ -155,8 +155,8 @@ def turns(told: str) -> list[str]:
     return [line for line in told.splitlines() if line.endswith("waiting until it takes part")]
 
 
-def departures(events: list[dict[str, Any]], most: int) -> tuple[int, set[str]]:
-    """How many nodes have left the plan, and who is not back; at most `most` were out at a time."""
+def one_at_a_time(events: list[dict[str, Any]]) -> tuple[int, set[str]]:
+    """How many nodes have left the plan, and who is not back; at most one was out at a time."""
     members, out, number = set(NODES), set[str](), 0
     for event in events:
         if event["event"] == "reconfigured":
@@ -165,7 +165,7 @@ def departures(events: list[dict[str, Any]], most: int) -> tuple[int, set[str]]:
             out = (out | members) - now
             number += len(members - now)
             members = now
-            assert len(out) <= most
+            assert len(out) <= 1
     return number, out
 
 
