@@ -20,8 +20,9 @@ REASON = "oobleck up --rolling restarts its agent"
 #: Longest time until a node is drained, and until it takes part again.
 DRAINED_S = 600.0
 BACK_S = 900.0
-#: Longest time that a node is kept by a job, once no other one is about to return.
-KEPT_S = 5.0
+#: Longest time that a node is kept by a job, once no other one is about to return. The job may be
+#: taking in the last one still.
+KEPT_S = 15.0
 _POLL_S = 0.5
 #: States of nodes that are taken out, and of those without work.
 _OUT = ("draining", "drained")
