@@ -18,6 +18,7 @@ from oobleck.master.rules.next_plan import next_plan
 from oobleck.master.rules.plan_made import plan_made
 from oobleck.master.rules.questions import (
     by_name,
+    in_reach,
     next_generation,
     undisturbed,
 )
@@ -35,7 +36,7 @@ def join(context: Context, job: Job) -> Decision | None:
     state = context.state
     if not undisturbed(state, job):  # the place of a drained node is not free yet
         return None
-    ready = [node for node in state.candidates(job) if state.is_ready(node, job)]
+    ready = in_reach(state, job)
     # Stand-by nodes are taken back when that is worth the change (`even_out`).
     due = _settled_at(context, job, [n for n in ready if n.facts.node not in job.standing_by])
     if due is None:
@@ -105,7 +106,7 @@ def follow_up(context: Context, job: Job) -> Decision | None:
     state, made = context.state, job.current.made
     if made is None or not made.then or not undisturbed(state, job):
         return None
-    ready = [node for node in state.candidates(job) if state.is_ready(node, job)]
+    ready = in_reach(state, job)
     due = _settled_at(context, job, [n for n in ready if n.facts.node not in job.standing_by])
     if due is not None and context.now < due:
         return None  # they join in the same plan

@@ -481,6 +481,17 @@ def is_undecided(state: ClusterState, node: Node) -> bool:
     return node.moves_off and node.facts.node in job.current.members and not known
 
 
+def is_needed(node: Node) -> bool:
+    """Return whether the node is to be drained, but is kept: it trains on until that changes."""
+    return node.drain is not None and bool(node.drain.kept) and not node.drain.force
+
+
+def in_reach(state: ClusterState, job: Job) -> list[Node]:
+    """Return the ready nodes that a plan nothing waits for may count on, by name. Kept ones do."""
+    kept = [node for node in on_the_move(state, job) if is_needed(node)]
+    return by_name([n for n in (*state.candidates(job), *kept) if state.is_ready(n, job)])
+
+
 def is_too_much(job: Job, node: Node, without: Answer) -> bool:
     """Return whether the drain of the node would cost too much, unless it is forced. By the plan
     without it, the job could lose fewer nodes than it asks for. Shadows that follow make up for a
@@ -502,7 +513,7 @@ def undisturbed(state: ClusterState, job: Job) -> bool:
         job.state == "running"
         and not job.seen.peers_lost
         and job.seen.steps.furthest_step < job.spec.training.steps
-        and not on_the_move(state, job)
+        and all(is_needed(node) for node in on_the_move(state, job))
         and all(state.nodes[name].connected for name in job.current.members)
     )
 
