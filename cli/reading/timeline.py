@@ -99,11 +99,11 @@ def summary(trace: dict[str, Any]) -> str:
     within_us = max((c["within_us"] for c in trace["otherData"]["clocks"].values()), default=0.0)
     clocks = f"clocks within {within_us:.0f} us" if within_us else "one clock"
     found = f"{', '.join(steps)} of {count(workers, 'worker')}, {clocks}"
-    return f"{found}; the change of plan before it: {phases}" if phases else found
+    return f"{found}; its plan took effect in: {phases}" if phases else found
 
 
 def _phases_ms(events: Sequence[Mapping[str, Any]]) -> Mapping[str, float]:
-    """Return the milliseconds of each phase of the last change of plan, in order, of the worker
+    """Return the milliseconds of each phase in which the plan took effect, in order, of the worker
     that took longest."""
     taken: dict[str, dict[Worker, float]] = defaultdict(lambda: defaultdict(float))
     for event in sorted(events, key=lambda event: float(event.get("ts", 0.0))):

@@ -47,7 +47,7 @@ def test_summary_has_steps_workers_clocks_and_the_longest_time_of_each_phase() -
         "otherData": {"clocks": {"n1": {"within_us": 0.0}, "n2": {"within_us": 250.0}}},
     }
     assert summary(trace) == (
-        "step 7 of 1 worker, clocks within 250 us; the change of plan before it: leave 1.0 ms, "
+        "step 7 of 1 worker, clocks within 250 us; its plan took effect in: leave 1.0 ms, "
         "transfer 20.0 ms"
     )
 
