@@ -288,13 +288,23 @@ class MasterClient:
 
     def await_start(self, tell: Callable[[str], None]) -> None:
         """Wait while hosts of masters refuse connections, for START_S at most: one was just started
-        and does not listen yet. What else is wrong is reported by the next call."""
+        and does not listen yet. What else is wrong is reported by the next call.
+
+        Call it before any other method. If the master is this user's own, its credentials are known
+        only then.
+        """
         until, told = time.monotonic() + START_S, False
         while _is_refused(self._endpoint.addresses) and time.monotonic() < until:
             if not told:
                 tell(f"no master listens at {self._at} yet; waiting {START_S:.0f} s for it")
                 told = True
             time.sleep(0.2)
+        if not self._secured:
+            try:
+                self._endpoint = choose_endpoint(str(self._endpoint), None, insecure=False)
+            except ValueError as error:
+                raise CommandFailed(str(error), USAGE) from error
+            self._secured = self._endpoint.credentials is not None
 
     def join(self, request: str, name: str) -> pb.CertificateReply:
         asked = pb.JoinRequest(request=request, name=name)

@@ -98,6 +98,8 @@ async def serve(config: MasterConfig, journal: Journal) -> None:
             port = server.add_secure_port(config.listen, authority.server_credentials())
     except RuntimeError as error:
         raise Unusable(f"--listen {config.listen} cannot be bound; choose another one") from error
+    # From now on connections are accepted, so who has waited for that finds the credentials.
+    announcement = announce(config, f"{host}:{port}")
     tracking = Tracking(master, functools.partial(_show, config, authority))
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, *end_signals()):
@@ -119,7 +121,6 @@ async def serve(config: MasterConfig, journal: Journal) -> None:
         page = MetricsPage(listening, Collector(parts).read)
         tasks.append(asyncio.create_task(page.run()))
     stopping = asyncio.create_task(stopped.wait())
-    announcement = announce(config, f"{host}:{port}")
     try:
         print(f"listening on {host}:{port}", flush=True)  # noqa: T201 - callers wait for this line
         await asyncio.wait((*tasks, stopping), return_when=asyncio.FIRST_COMPLETED)

@@ -15,10 +15,11 @@ import psutil
 import pytest
 import yaml
 
+from bench.support.ports import choose_address
 from oobleck.host.security import pki
 from oobleck.host.security.credentials import read_credentials
 from oobleck.host.security.pki import format_token, read_token
-from support.commands import end, refused, run
+from support.commands import end, refused, run, start_master
 from support.holders import dated
 from support.secured import Secured
 
@@ -138,6 +139,21 @@ def test_a_token_goes_into_a_file_of_its_owners(secured: Secured, tmp_path: Path
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert pki.identity_of(read_token(path.read_text()).certificate).role == "viewer"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_token_waits_for_a_master_whose_credentials_are_known_only_then(tmp_path: Path) -> None:
+    state, address = tmp_path / "state", choose_address()
+    assert run("pki", "init", "--dir", str(state / "pki")).returncode == 0
+    command = [sys.executable, "-m", "oobleck.cli.main", "pki", "token", "--master", address]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as asking:
+        assert asking.stderr is not None
+        assert f"no master listens at {address} yet" in asking.stderr.readline()
+        process, _ = start_master(state, address)
+        made, told = asking.communicate(timeout=DEADLINE_S)
+    end(process)
+    assert (asking.returncode, told) == (0, "")
+    assert pki.identity_of(read_token(made.strip()).certificate).role == "agent"
 
 
 def test_a_token_is_put_over_nothing_but_a_token(secured: Secured, tmp_path: Path) -> None:
