@@ -98,7 +98,7 @@ def test_nodes_are_drained_and_agents_told_to_end(small_cluster: LocalCluster, t
 
 def forgets(cluster: LocalCluster, node: str) -> str:
     """Why the node is not forgotten; empty: it is."""
-    done = cluster.oobleck("node", "forget", node, check=False)
+    done = cluster.oobleck("node", "forget", node, node, check=False)  # twice is once
     assert (done.stdout == f"{node} is forgotten\n") == (done.returncode == 0)
     return done.stderr
 
