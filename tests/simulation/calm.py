@@ -78,17 +78,18 @@ class Calm:
 
     async def _drain(self) -> None:
         name = self._draw.choice(self._nodes)
-        spared = self._can_spare(1)
         self._world.note(f"! {name} is to be drained in peace")
         self._operator.drain_later(0.0, name, force=False)
-        if spared:
+        if self._can_spare(1, self._job.spec.fault_tolerance + 1):
             await self._until("the end of the drain", lambda: self._is_drained(name))
-            if name in self._job.current.members:
-                raise Broken(f"{name} is drained and trains")
-        else:
+        elif not self._can_spare(1):
             await self._until("why it is kept", lambda: self._is_kept(name))
-            if name not in self._job.current.members:
-                raise Broken(f"{name} was needed, and trains no more")
+        else:  # shadows may make up for it
+            await self._until(
+                "the answer to the drain", lambda: self._is_drained(name) or self._is_kept(name)
+            )
+        if self._is_drained(name) == (name in self._job.current.members):
+            raise Broken(f"{name} is drained and trains, or was needed and trains no more")
         self._operator.undrain_later(0.0, name)
         await self._until("training on all nodes again", self._is_whole)
 
@@ -268,9 +269,10 @@ class Calm:
         gone = not set(job.current.members) & set(names)
         return job.state == "running" and gone and job.current.stepped == job.current.generation
 
-    def _can_spare(self, number: int) -> bool:
-        """Whether a pipeline is left."""
-        return len(self._nodes) - number >= (self._job.spec.resources.min_nodes_per_pipeline or 1)
+    def _can_spare(self, number: int, pipelines: int = 1) -> bool:
+        """Whether so many pipelines are left."""
+        least = self._job.spec.resources.min_nodes_per_pipeline or 1
+        return len(self._nodes) - number >= pipelines * least
 
     def _is_drained(self, name: NodeName) -> bool:
         drain = self._node(name).drain

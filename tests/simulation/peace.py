@@ -4,6 +4,7 @@ Whatever is unused is explained by the state: it is away, drained, in quarantine
 other slots than the job's plan. A drain redoes no step.
 """
 
+from statistics import median
 from typing import TYPE_CHECKING
 
 from oobleck.master.state.cluster import ClusterState
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 SETTLED_S = 20.0
 #: A worker is up in less: the longest wait for another start, and the start.
 UP_S = 60.0
+#: For a job that ends sooner a join, which stands still for 0.1 s, may not be worth it.
+LEFT_S = 30.0
 
 
 class Peace:
@@ -76,9 +79,12 @@ def _wrong(state: ClusterState, job: Job) -> list[tuple[str, float]]:
     found = []
     fit = [node for node in state.candidates(job) if node.connected]
     most = _usable(job, fit)
+    recent = [record.step_seconds for record in job.seen.steps.recent]
+    left = job.spec.training.steps - job.seen.steps.furthest_step
+    ends_soon = bool(recent) and left * median(recent) < LEFT_S
     for node in fit:
         name = node.facts.node
-        if name not in job.current.members and len(job.current.members) < most:
+        if name not in job.current.members and len(job.current.members) < most and not ends_soon:
             longest_s = SETTLED_S if state.is_ready(node, job) else UP_S
             found.append((f"{name} is idle, generation {job.current.generation}", longest_s))
     least = (job.spec.fault_tolerance + 1) * (job.spec.resources.min_nodes_per_pipeline or 1)
