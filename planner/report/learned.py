@@ -28,8 +28,8 @@ def learn_costs(
     link_bytes_per_s: float | None = None,
     microbatches: int | None = None,
 ) -> dict[str, float]:
-    """Return costs by their names in `--costs`, each a median, but shares and ratios means;
-    without those that no record tells.
+    """Return costs by their names in `--costs`, each a median, but shares, ratios and the pause of
+    a switch means; without those that no record tells.
 
     `events` and `metrics`: the records of the job's files. `link_bytes_per_s`: speed of a node's
     link that its plans were made with; `microbatches`: those of a step.
@@ -76,6 +76,9 @@ def learn_costs(
     times = [one["time"] for one in saved if not one["request"]]
     found["checkpoint_every_s"] = [later - sooner for sooner, later in pairwise(times)]
     costs = {name: max(0.0, median(each)) for name, each in found.items() if each}
+    if found["switch_s"]:
+        # Many pause for nothing, some for most of a second; what counts is their sum.
+        costs["switch_s"] = sum(found["switch_s"]) / len(found["switch_s"])
     if found["salvage"]:
         share = sum(found["salvage"]) / len(found["salvage"])
         costs["salvage"] = min(1.0, share)

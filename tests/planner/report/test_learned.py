@@ -80,6 +80,15 @@ def test_what_no_record_tells_is_left_out() -> None:
     assert learn_costs([], []) == {}
 
 
+def test_pauses_of_switches_add_up() -> None:
+    """Most are none, so their median would say that the others cost nothing."""
+    switches = [
+        change(number, boundary=True, stall_s=stall_s, phases={"abort": 6.0})
+        for number, stall_s in enumerate([0.0, 0.6, 0.0], 2)
+    ]
+    assert learn_costs(switches, ())["switch_s"] == pytest.approx(0.2)
+
+
 def test_the_speed_of_links_is_free_of_what_the_master_has_learned_of_it() -> None:
     """Transfers take twice as long as the links are said to. After the first one the master expects
     more than a second for as many bytes."""
