@@ -105,13 +105,18 @@ class Supervisor:
         self._timer: asyncio.TimerHandle | None = None
         #: Set once every process has ended.
         self._done = asyncio.Event()
+        #: True from then on, or once `run` was cancelled.
+        self._is_over = False
 
     async def run(self) -> None:
         """Run until a shutdown has ended every process."""
         try:
             async with asyncio.TaskGroup() as self._tasks:
-                self._settle()
-                await self._done.wait()
+                try:
+                    self._settle()
+                    await self._done.wait()
+                finally:
+                    self._is_over = True
         finally:
             if self._timer is not None:
                 self._timer.cancel()
@@ -342,7 +347,9 @@ class Supervisor:
         self._settle()
 
     def _settle(self) -> None:
-        """Act until the decision is to wait."""
+        """Act until the decision is to wait. Events that come while `run` ends start nothing."""
+        if self._is_over:
+            return
         late_s = 0.0 if self._wake_at is None else self._now() - self._wake_at
         if late_s > self._state.detection.lag_limit_s:
             logger.warning("the agent was late", extra={"late_s": round(late_s, 1)})
