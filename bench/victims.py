@@ -5,8 +5,8 @@
 On a harsh trace one node decides about a return to the checkpoint, so one replay says little:
 samples per second scatter by 10 % and more. Each draw keeps the trace's times and the number of
 nodes that go and come, and draws other live nodes in place of those named; draw 0 is the trace as
-it is. Printed are, for each policy, the mean over the draws, and `auto` against it with the
-standard error of the paired differences.
+it is. Printed are, for each policy, the mean over the draws, and the last policy against it with
+the standard error of the paired differences.
 """
 
 import argparse
@@ -61,9 +61,10 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0, help="number of the first draw")
     parser.add_argument("--policies", default="templates,reroute,auto", help="the last one is held")
     options = parser.parse_args()
-    policies: list[RecoveryPolicy] = [
-        name for name in options.policies.split(",") if name in get_args(RecoveryPolicy)
-    ]
+    known = get_args(RecoveryPolicy)
+    policies: list[RecoveryPolicy] = options.policies.split(",")
+    if unknown := [policy for policy in policies if policy not in known]:
+        parser.error(f"--policies: no policy {unknown[0]!r}; one of {', '.join(known)}")
     profile = parse_profile(options.profile.read_text())
     rows = list(parse_rows(options.trace.read_text()))
     most = max(options.nodes, *(live for _, live in trace_of(rows).live()))
