@@ -39,6 +39,8 @@ _SCHEME = "oobleck://"
 _AUTHORITY_LIFE = timedelta(days=3650)
 #: Tolerated difference of clocks: certificates that other hosts check are backdated by it.
 _SKEW = timedelta(hours=1)
+#: The same on the host that signed: TLS looks at a clock that is some milliseconds behind.
+_TICK = timedelta(seconds=1)
 #: A serial number begins with the microsecond of its certificate's issue.
 _RANDOM_BITS = 64
 _MOST_REQUEST_CHARACTERS = 8192
@@ -236,7 +238,7 @@ class Authority:
         """Return a client's certificate, PEM. It is valid from now on by this host's clock, which
         is the master's, and only the master checks it."""
         alternative = [x509.UniformResourceIdentifier(identity.uri)]
-        return self._sign(key, alternative, ExtendedKeyUsageOID.CLIENT_AUTH, life_s, timedelta(0))
+        return self._sign(key, alternative, ExtendedKeyUsageOID.CLIENT_AUTH, life_s, _TICK)
 
     def sign_master(
         self, key: ec.EllipticCurvePublicKey, names: Sequence[str], life_s: float

@@ -49,3 +49,9 @@ def test_a_folder_of_two_clusters_is_told_as_one(folder: Path, tmp_path: Path) -
     told = validity.fault(mixed, pki.begin(found.certificate) + 1)
     assert told.startswith("the certificate of operator ann is not of cluster ")
     assert "'oobleck pki join ann'" in told
+
+
+def test_a_certificate_can_be_shown_at_once(folder: Path) -> None:
+    """TLS looks at time(), which begins a second up to some milliseconds after the signer does."""
+    shown = holders.signed(folder, pki.Identity(role="agent", name="n1")).certificate
+    assert pki.begin(shown) <= int(pki.identity_of(shown).issued_at) - 1
