@@ -34,12 +34,19 @@ from support.secured import Secured
 DEADLINE_S = 240.0
 #: Of one connection at a time.
 CALLS = 5
-_ALONE = (("grpc.use_local_subchannel_pool", 1), ("grpc.max_send_message_length", -1))
+_ALONE = (
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.max_send_message_length", -1),
+    # A call outlasts handshakes that the master ends because the machine stood still meanwhile.
+    ("grpc.service_config", json.dumps({"methodConfig": [{"name": [{}], "waitForReady": True}]})),
+)
+#: Its pings outlast any pause of a busy machine.
+PATIENT = ("--detection", "wan")
 
 
 @pytest.fixture(scope="module")
 def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secured]:
-    master = Secured(tmp_path_factory.mktemp("shares"))
+    master = Secured(tmp_path_factory.mktemp("shares"), *PATIENT)
     yield master
     master.process.send_signal(signal.SIGTERM)
     assert master.process.stdout is not None
@@ -285,7 +292,7 @@ def test_followers_of_a_long_job_who_read_nothing_take_little_of_the_masters_mem
 def test_a_dashboard_of_as_many_jobs_as_it_shows_has_all_its_calls(tmp_path: Path) -> None:
     with contextlib.ExitStack() as stack:
         page = choose_address()
-        secured = Secured(tmp_path, f"--metrics-listen={page}")
+        secured = Secured(tmp_path, f"--metrics-listen={page}", *PATIENT)
         stack.callback(secured.close)
 
         def figure(name: str) -> int:
