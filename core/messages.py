@@ -423,8 +423,9 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True, tag="measured"):
     problem: str = ""
 
     def __post_init__(self) -> None:
-        if not all(0 < seconds < math.inf for seconds in self.alone_s or ()):
-            raise ValueError(f"alone_s: {self.alone_s} are no times")
+        wrong = next((one for one in self.alone_s or () if not 0 < one < math.inf), None)
+        if wrong is not None:
+            raise ValueError(f"alone_s: {wrong} is no time")
 
 
 class LinkMeasured(msgspec.Struct, frozen=True, kw_only=True, tag="link_measured"):

@@ -16,7 +16,7 @@ from oobleck.core.job.file import format_job, parse_job
 from oobleck.core.job.spec import JobSpec
 from oobleck.core.messages import Assign, Measure
 from oobleck.proto import control_pb2 as pb
-from oobleck.proto.bounds import MOST_BYTES, check_bounds
+from oobleck.proto.bounds import check_bounds
 from oobleck.proto.checks import (
     at_least,
     in_field,
@@ -65,8 +65,9 @@ T = TypeVar("T")
 _LEVEL = 1
 #: How much larger the text may be than its data. A plan's is 10 to 15 times as large.
 _MOST_RATIO = 64
-#: Bytes of a text that may always be there.
-_SMALL = 1 << 20
+#: Bytes of a text that may always be there, and of any: that of a plan for 48,000 workers, which
+#: takes the master's loop 40 ms.
+_SMALL, _MOST_TEXT = 1 << 20, 4 << 20
 
 
 def pack(value: object) -> bytes:
@@ -77,7 +78,7 @@ def pack(value: object) -> bytes:
 def unpack(kind: type[T], data: bytes) -> T:
     """Decode packed data. Raises ValueError if they are no `kind`, or break a bound. A text that is
     far larger than honest data of that size is refused undecoded."""
-    most = min(MOST_BYTES, _SMALL + _MOST_RATIO * len(data))
+    most = min(_MOST_TEXT, _SMALL + _MOST_RATIO * len(data))
     unpacking = zlib.decompressobj()
     try:
         text = unpacking.decompress(data, most)

@@ -89,6 +89,7 @@ _LINES = frozenset(
 _LISTS: Mapping[str, int] = {
     # An agent sends 256 at a time.
     "StepRecords.records": 1024,
+    "NodeStatus.workers": MOST_SLOTS,
     "WorkerStatus.also_entered": 64,
     # A master remembers some such requests, by node.
     "DrainNodesRequest.nodes": 256,

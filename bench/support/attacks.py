@@ -25,14 +25,14 @@ from oobleck.host.ipc.endpoint import Endpoint
 from oobleck.host.security.credentials import read_credentials
 from oobleck.host.security.pki import read_token
 from oobleck.host.system.process import allow_open_files
+from oobleck.master.api.access import MOST_RECEIVED_BYTES, MOST_REQUEST_BYTES
 from oobleck.proto import control_pb2 as pb
+from oobleck.proto.bounds import MOST_SLOTS
 from oobleck.proto.protocol import NEWEST, OLDEST
 from oobleck.proto.secure import open_aio_channel
 from oobleck.proto.status import register_message
 from oobleck.proto.types import NodeFacts, NodeStatus, Registration
 
-#: As long as any request may be.
-LARGEST = 16 << 20
 #: A connection of its own for every channel, without a client's bounds.
 _OWN = (
     ("grpc.use_local_subchannel_pool", 1),
@@ -40,7 +40,8 @@ _OWN = (
     ("grpc.max_receive_message_length", -1),
 )
 _CALL_S = 20.0
-_SMALL, _LARGE = 64 << 10, LARGEST - 64
+#: As long as requests may be.
+_SMALL, _LARGE = MOST_REQUEST_BYTES, MOST_RECEIVED_BYTES - 64
 #: An item of a list without content: field 2, and its length.
 _EMPTY = b"\x12\x00"
 #: For an attacker's process to end.
@@ -210,12 +211,23 @@ class Attacker:
     async def registrations(self) -> None:
         await self.keep(8, 64, self._session())
 
+    async def statuses(self) -> None:
+        """Messages of an agent that have as many workers as they may, or as many numbers."""
+        worker = pb.WorkerStatus(incarnation="0" * 16, also_entered=range(64), doing="x" * 1000)
+        status = pb.AgentMessage(status=pb.NodeStatus(workers=[worker] * MOST_SLOTS))
+        report = (
+            b'{"job_id":"x","slot":0,"incarnation":"00","what":{"type":"measured","attempt":1,'
+            b'"measurement":null,"alone_s":[' + b"1," * 500_000 + b"0]}}"
+        )
+        said = [status, pb.AgentMessage(report=report)] * 100
+        await self.keep(2, 2, self._session(*said))
+
 
 COMMON: tuple[str, ...] = (
     "large", "allowed", "empty", "empty_large", "compressed", "repeated", "streams", "held",
     "unread", "connections",
 )  # fmt: skip
-OF_AGENTS = (*COMMON, "recordings", "reports", "registrations")
+OF_AGENTS = (*COMMON, "recordings", "reports", "registrations", "statuses")
 
 
 class Attacking:

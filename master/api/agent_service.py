@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 
 import grpc
 
+from oobleck.core.ids import NodeName
 from oobleck.core.orders import Answer, Unable
 from oobleck.master.api.access import MOST_DETAILS, caller
 from oobleck.master.api.wheels import Wheels
@@ -61,7 +62,13 @@ class ControlService(rpc.ControlServicer):
         return pb.CodeReply(sha256=digest)
 
     async def Session(self, requests: AsyncIterator[pb.AgentMessage], context: Context) -> None:
-        timing = self._master.config.timing
+        timing, identity = self._master.config.timing, caller(context)
+        if identity is not None:
+            name, now = NodeName(identity.name), self._master.now()
+            early = self._master.sessions.too_early(name, now)
+            if early is not None:
+                await context.write(refused_message(early))
+                return
         try:
             # By then the agent has given up, and nobody would answer a later message.
             async with asyncio.timeout(timing.answer_s):
@@ -82,7 +89,6 @@ class ControlService(rpc.ControlServicer):
             node = registration.facts.node
         except ValueError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error)[:MOST_DETAILS])
-        identity = caller(context)
         if identity is not None and identity.name != node:
             text = f"node: the certificate is of {identity.name}, which cannot speak for {node}"
             await context.abort(grpc.StatusCode.PERMISSION_DENIED, text)

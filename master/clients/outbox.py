@@ -23,7 +23,7 @@ T = TypeVar("T")
 #: Unhandled messages of one agent, from which on its stream is not read.
 _MOST_UNREAD = 256
 #: Messages of one agent read per second, and in a burst; each 4 KiB of a large one counts.
-_MESSAGES_PER_S, _MESSAGES_AT_ONCE = 500.0, 4096
+MESSAGES_PER_S, MESSAGES_AT_ONCE = 500.0, 4096
 _COUNTED_BYTES = 4096
 #: Shortest interval of acknowledgements to agents that send records.
 SENDERS_S = 0.5
@@ -75,8 +75,9 @@ class AgentSession:
     newer: bool = False
     #: Taken for each message handed to the loop, released when the loop has handled it.
     credit: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_MOST_UNREAD))
-    #: Limit on reading the agent's messages: faster ones wait in its own connection.
-    pace: Budget = field(default_factory=lambda: Budget(_MESSAGES_PER_S, _MESSAGES_AT_ONCE))
+    #: Limit on reading the agent's messages, over all its sessions: faster ones wait in its own
+    #: connection.
+    pace: Budget
     #: Version of the newest assignment in the outbox.
     told_version: int = -1
     #: Its node was held when the session was last briefed, so its reports were ignored.

@@ -14,7 +14,15 @@ import msgspec
 
 from oobleck.core.ids import Incarnation, JobId, NodeName, WorkerId
 from oobleck.core.messages import Evaluated, Restored
-from oobleck.master.clients.outbox import OTHERS_S, SENDERS_S, AgentSession, Budget, Rounds
+from oobleck.master.clients.outbox import (
+    MESSAGES_AT_ONCE,
+    MESSAGES_PER_S,
+    OTHERS_S,
+    SENDERS_S,
+    AgentSession,
+    Budget,
+    Rounds,
+)
 from oobleck.master.clients.witnesses import Confirmations
 from oobleck.master.config import MasterConfig
 from oobleck.master.events.unions import (
@@ -60,6 +68,7 @@ class _Sender:
     registrations: Budget = field(
         default_factory=lambda: Budget(_REGISTRATIONS_PER_S, _REGISTRATIONS_AT_ONCE)
     )
+    pace: Budget = field(default_factory=lambda: Budget(MESSAGES_PER_S, MESSAGES_AT_ONCE))
     output: Budget = field(
         default_factory=lambda: Budget(_OUTPUT_BYTES_PER_S, _OUTPUT_BYTES_AT_ONCE)
     )
@@ -127,10 +136,20 @@ class Sessions:
 
     # ---- messages from agents
 
+    def too_early(self, node: NodeName, now: float) -> Refusal | None:
+        """Count a registration of the node; return the refusal if it comes too soon after others.
+        It need not have been read: reading one takes longer than refusing it."""
+        if self._sender(node).registrations.take(1, now):
+            return None
+        self._refuse(node, "a registration too soon after others")
+        reason = f"node {node} registers more often than once a second"
+        return Refusal(reason=reason, temporary=True)
+
     async def open(
         self, registration: Registration, caller: "Identity | None" = None
     ) -> AgentSession | Refusal:
-        """Register an agent. `caller`: its identity; None: an agent on this host, in the clear."""
+        """Register an agent. `caller`: its identity, whose registration was counted; None: an agent
+        on this host, in the clear."""
         opened: list[AgentSession] = []
 
         def register(arrived_at: float) -> AgentSession | Refusal:
@@ -160,10 +179,8 @@ class Sessions:
         except Denied as denied:
             revoked = caller is not None and was_revoked(ledger.state.trust, caller)
             return Refusal(reason=str(denied), temporary=False, revoked=revoked)
-        if not self._sender(facts.node).registrations.take(1, arrived_at):
-            self._refuse(facts.node, "a registration too soon after others")
-            reason = f"node {facts.node} registers more often than once a second"
-            return Refusal(reason=reason, temporary=True)
+        if caller is None and (refusal := self.too_early(facts.node, arrived_at)) is not None:
+            return refusal
         self._begin_term(registration, arrived_at)
         verdict = admit(ledger.state, registration, arrived_at, self._timing)
         if isinstance(verdict, Refusal):
@@ -185,6 +202,7 @@ class Sessions:
             node=facts.node,
             incarnation=facts.incarnation,
             newer=facts.newest_protocol > NEWEST,
+            pace=self._sender(facts.node).pace,
         )
         self._open[session.number] = session
         opened = StreamOpened(

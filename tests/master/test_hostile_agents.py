@@ -1,23 +1,29 @@
 """An agent that lies, in a job that others train: nothing comes of it but for its own node."""
 
 import json
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
+from dataclasses import replace as with_fields
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from oobleck.core.ids import Generation, Incarnation, JobId, NodeName
 from oobleck.core.messages import Evaluated
+from oobleck.master.clients import outbox
 from oobleck.master.events.nodes import NodeLost
 from oobleck.master.inbox import Incoming, Records
 from oobleck.master.loop import Master
+from oobleck.proto.assignments import MOST_TERM
 from oobleck.proto.types import (
+    Assignment,
     NodeStatus,
+    Registration,
     WorkerExited,
     WorkerReport,
     WorkerStatus,
@@ -132,14 +138,20 @@ class Outcome:
     convicted: set[str]
 
 
-def train(said: Sequence[Sequence[Incoming]], liar: NodeName) -> Outcome:
-    """What is left of a job in which the liar says so, before each step."""
+def train(
+    said: Sequence[Sequence[Incoming]],
+    liar: NodeName,
+    registers: Callable[[Cluster], Iterator[Registration]] = lambda cluster: iter(()),
+) -> Outcome:
+    """What is left of a job in which the liar says so, and registers so, before each step."""
     truthful = [name for name in MEMBERS if name != liar]
 
     async def all_steps(cluster: Cluster) -> str:
         for step in range(1, STEPS + 1):
             for message in said[step - 1]:
                 await cluster.agents[liar].say(message)
+            for registration in registers(cluster):
+                await cluster.master.sessions.open(registration)
             await cluster.step(step, truthful)
         await cluster.end()
         return str(cluster.job.state)
@@ -213,6 +225,17 @@ def test_a_lost_node_keeps_no_process_from_its_own_node(tmp_path: Path) -> None:
     play(tmp_path, lie)
 
 
+def test_a_new_session_reads_no_faster_than_the_one_before(tmp_path: Path) -> None:
+    async def register_again(cluster: Cluster) -> None:
+        before = await LocalAgent.admitted(cluster.master, cluster.agents[OUTSIDER].facts)
+        now, burst = 0.0, outbox.MESSAGES_AT_ONCE
+        assert before.session.pace.owe(2 * burst, now) > 0
+        again = await LocalAgent.admitted(cluster.master, cluster.agents[OUTSIDER].facts)
+        assert again.session.pace.owe(1, now) > 0
+
+    play(tmp_path, register_again)
+
+
 def _said(*processes: Incarnation, ends: bool = True) -> st.SearchStrategy[list[list[Incoming]]]:
     one = st.lists(hostile_agent.words(JOB, processes, ends), max_size=6)
     return st.lists(one, min_size=STEPS, max_size=STEPS)
@@ -250,6 +273,37 @@ def test_whatever_a_node_in_no_plan_says_changes_nothing(
     calm: Outcome, said: list[list[Incoming]]
 ) -> None:
     assert train(said, OUTSIDER) == calm
+
+
+def _registrations(cluster: Cluster) -> Iterator[Registration]:
+    """As of a process that follows another head, or trains by a plan that the journal lacks."""
+    state, made = cluster.master.state, cluster.job.current.made
+    own, mine = state.head, cluster.agents[OUTSIDER].registration()
+    change = msgspec.structs.replace
+    assert own is not None
+    yield change(mine, status=NodeStatus(job_id=JOB, workers=(_worker_of(MEMBERS[0]),)))
+    for head in (
+        change(own, start="0" * 16, sequence=2**62),
+        change(own, term=own.term + 1, begun_by="0" * 16, start="0" * 16),
+        change(own, term=MOST_TERM, begun_by="0" * 16, start="0" * 16, sequence=2**62),
+    ):
+        later = with_fields(made.assign.plan, generation=made.plan.generation + 1)
+        running = Assignment(
+            version=2**62, job_id=JOB, assign=msgspec.structs.replace(made.assign, plan=later)
+        )
+        yield change(mine, acted_on=head, running=running)
+    yield change(mine, facts=change(mine.facts, incarnation=PROCESSES[MEMBERS[0]]))
+
+
+def _worker_of(name: NodeName) -> WorkerStatus:
+    return WorkerStatus(slot=0, incarnation=PROCESSES[name], pid=2, committed_step=STEPS)
+
+
+def test_however_a_node_in_no_plan_registers_nothing_of_the_job_changes(calm: Outcome) -> None:
+    found = train([()] * STEPS, OUTSIDER, _registrations)
+    assert with_fields(found, events=[]) == with_fields(calm, events=[])
+    of_others = [one for one in found.events if one[1] != OUTSIDER]
+    assert of_others == calm.events
 
 
 def _is_as_calm(found: Outcome, calm: Outcome) -> None:

@@ -158,7 +158,7 @@ def test_nor_does_one_that_is_packed() -> None:
     [
         (b"no", "not compressed"),
         (zlib.compress(b"{}")[:-1], "cut off"),
-        (zlib.compress(bytes((16 << 20) + 1)), "more than"),
+        (zlib.compress(bytes((4 << 20) + 1), 0), "more than"),
         (zlib.compress(b"[" * 60_000), "not a valid Assign"),
         (zlib.compress(b"[" * 2_000_000), "more than"),
         (zlib.compress(b"{}") + b"{}", "bytes after their end"),
@@ -177,6 +177,11 @@ def test_what_is_no_assignment_is_told(data: bytes, reason: str) -> None:
         (b"{}", "not a valid WorkerReport"),
         (b"[" * 60_000, "not a valid WorkerReport"),
         (bytes((1 << 20) + 1), "more than"),
+        (
+            b'{"job_id": "j", "slot": 0, "incarnation": "ab", "what": {"type": "measured", '
+            b'"attempt": 1, "measurement": null, "alone_s": [1, 0]}}',
+            "alone_s: 0.0 is no time",
+        ),
     ],
 )
 def test_what_is_no_report_is_told(data: bytes, reason: str) -> None:
@@ -284,6 +289,7 @@ def repeated(count: int) -> Message:
     ("message", "reason"),
     [
         (repeated(1 << 16), "records: there are more than 1024 items"),
+        (pb.NodeStatus(workers=[pb.WorkerStatus(doing="x" * 60)] * 1025), "workers: .* than 1024"),
         (pb.Assignment(worker_incarnations=["x" * 20] * 5000), "worker_incarnations: .* 4096"),
         (
             pb.AgentMessage(report=bytes(1 << 16), register=pb.Register(hostname="x" * (3 << 20))),

@@ -36,7 +36,7 @@ class LocalAgent(Agent):
 
     def __init__(self, facts: NodeFacts, master: Master, session: AgentSession) -> None:
         super().__init__(facts)
-        self._master, self._session = master, session
+        self._master, self.session = master, session
 
     @classmethod
     async def admitted(cls, master: Master, facts: NodeFacts) -> "LocalAgent":
@@ -45,7 +45,7 @@ class LocalAgent(Agent):
         return cls(facts, master, session)
 
     async def say(self, message: Incoming) -> None:
-        await self._master.sessions.receive(self._session, message)
+        await self._master.sessions.receive(self.session, message)
 
     async def tell(self) -> None:
         await self.say(self.status)

@@ -1,5 +1,6 @@
 """Every RPC with every role against a real master, and what certificates bind."""
 
+import contextlib
 import re
 import socket
 import ssl
@@ -217,6 +218,30 @@ def test_an_agent_speaks_for_its_own_node_alone(
             return [node.node for node in (await stub.ListNodes(pb.ListNodesRequest())).nodes]
 
     assert loops.run(names()) == ["some-agent"]
+
+
+def test_a_registration_that_comes_too_soon_after_others_is_not_even_read(
+    running: MasterProcess, folder: Path
+) -> None:
+    often = holders.signed(folder, pki.Identity(role="agent", name="often"))
+
+    async def register() -> pb.Refused | None:
+        endpoint = Endpoint(address=running.address, credentials=often)
+        async with open_aio_channel(endpoint, ()) as channel:
+            call = channel.stream_stream("/oobleck.Control/Session")(iter([b"no message"]))
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                async for answer in call:
+                    return pb.MasterMessage.FromString(answer).refused
+        return None
+
+    async def until_refused() -> pb.Refused:
+        while (told := await register()) is None:
+            pass
+        return told
+
+    told = loops.run(until_refused())
+    assert told.reason == "node often registers more often than once a second"
+    assert told.temporary
 
 
 def test_an_expired_certificate_is_good_for_nothing(running: MasterProcess, folder: Path) -> None:

@@ -33,7 +33,7 @@ from oobleck.host.detection import Detection
 from oobleck.host.system.environment import Environment
 from oobleck.master.clients import examinations
 from oobleck.master.clients.examinations import Busy, Examinations, Wish
-from oobleck.master.clients.outbox import AgentSession
+from oobleck.master.clients.outbox import AgentSession, Budget
 from oobleck.master.config import MasterConfig
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.job import Job
@@ -69,7 +69,9 @@ class Nodes:
             seen = NodeSeen(last_heard=0.0, session=number)
             there = facts(name, address=f"10.0.0.{number}", newest_protocol=NEWEST)
             self.state.nodes[name] = Node(facts=there, seen=seen)
-            session = AgentSession(number=number, node=name, incarnation=Incarnation("aaaa"))
+            session = AgentSession(
+                number=number, node=name, incarnation=Incarnation("aaaa"), pace=Budget(1.0, 1.0)
+            )
             self.sessions[name] = session
         config = MasterConfig(listen="127.0.0.1:0", state_dir=folder, timing=Detection())
         self.examinations = Examinations(

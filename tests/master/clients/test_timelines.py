@@ -13,7 +13,7 @@ from oobleck.agent.connection.outbox import Outbox
 from oobleck.core.ids import Generation, Incarnation, JobId, NodeName
 from oobleck.core.messages import Recording, Rendezvous, Span
 from oobleck.host.versions import ENGINE
-from oobleck.master.clients.outbox import AgentSession
+from oobleck.master.clients.outbox import AgentSession, Budget
 from oobleck.master.clients.timelines import NoTimeline, Timelines, round_trip
 from oobleck.master.events.jobs import PlanMade
 from oobleck.master.state.job import Job
@@ -85,7 +85,9 @@ async def answer(timelines: Timelines, session: AgentSession, late: int) -> list
 
 def sessions(*nodes: str) -> list[AgentSession]:
     return [
-        AgentSession(number=number, node=NodeName(node), incarnation=Incarnation(node))
+        AgentSession(
+            number=number, node=NodeName(node), incarnation=Incarnation(node), pace=Budget(1.0, 1.0)
+        )
         for number, node in enumerate(nodes)
     ]
 
