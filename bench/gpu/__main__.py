@@ -189,11 +189,15 @@ def _start(device: str) -> None:
     _print(start(device))
 
 
-def _write_page(findings: str) -> None:
+def _write_page(path: str) -> None:
     from bench.gpu.page import PAGE, filled
 
-    lines = Path(findings).read_bytes().splitlines()
-    PAGE.write_text(filled(PAGE.read_text(), [msgspec.json.decode(n, type=Finding) for n in lines]))
+    try:
+        lines = Path(path).read_bytes().splitlines()
+        findings = [msgspec.json.decode(line, type=Finding) for line in lines]
+    except (OSError, msgspec.DecodeError) as error:
+        raise SystemExit(f"page {path}: give what a run printed: {error}") from error
+    PAGE.write_text(filled(PAGE.read_text(), findings))
 
 
 def main() -> int:
@@ -237,6 +241,10 @@ def run_parts() -> int:
     found: list[Iterator[Finding]] = []
     try:
         parts = list(chosen(given.parts, given.check))
+        doctor = not given.check and (not given.parts or DOCTOR in given.parts)
+        checks = [check for _, those in parts for check in those.values()]
+        if not doctor and not any(devices != ["cpu"] or check.on_cpus for check in checks):
+            raise ValueError("these parts have none of these checks, or none that a CPU stands for")
         if devices != ["cpu"]:
             report = find_gpus(environment, chosen_gpus(None, environment))
             devices = devices or [f"cuda:{number}" for number in range(len(report.gpus))]
@@ -244,7 +252,7 @@ def run_parts() -> int:
     except ValueError as error:
         parser.error(str(error).replace("--device ", "--devices "))
     found += [run_part(checks, devices, environment, share=given.share) for _, checks in parts]
-    if not given.check and (not given.parts or DOCTOR in given.parts):
+    if doctor:
         found.append(run_doctor(environment))
     worst = 0
     for finding in itertools.chain.from_iterable(found):

@@ -175,6 +175,23 @@ def test_the_command_prints_findings_as_lines_of_json() -> None:
     assert done.stderr.startswith("PASS  errors: ")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--devices", "cpu", "transport"], "none that a CPU stands for"),
+        (["--devices", "cpu", "--check", "lone"], "none that a CPU stands for"),
+        (["--devices", "cpu", "--check", "errors", "recovery"], "have none of these checks"),
+        (["page", "/nowhere"], "give what a run printed"),
+        (["page", __file__], "give what a run printed"),
+    ],
+)
+def test_what_can_show_nothing_is_refused_in_a_line(arguments: list[str], told: str) -> None:
+    line = [sys.executable, "-m", "bench.gpu", *arguments]
+    done = subprocess.run(line, cwd=CHECKOUT, capture_output=True, text=True, check=False)
+    assert done.returncode > 0
+    assert told in done.stderr.splitlines()[-1]
+
+
 def test_the_doctor_is_a_part() -> None:
     line = [sys.executable, "-m", "bench.gpu", "doctor", "--devices", "cpu"]
     done = subprocess.run(line, cwd=CHECKOUT, capture_output=True, text=True, check=False)
