@@ -13,7 +13,7 @@ GENERATED := proto/control_pb2.py proto/control_pb2.pyi proto/control_pb2_grpc.p
 # Tests start hundreds of processes, and each would compile all modules of the project anew.
 test test-nccl soak: export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo test test-nccl soak replay bench lint proto proto-check proto-lock docs lock sbom audit clean
+.PHONY: setup demo test test-nccl soak replay bench lint proto proto-check proto-lock docs lock sbom audit arm64 clean
 
 # The stamp is older than its inputs after an edit of them, and only then installs again.
 setup: $(VENV)/.installed
@@ -116,6 +116,13 @@ audit: build/tools/.installed
 		tail -n 1 build/audit.log; echo "nothing was looked up: run it where the index of advisories \
 	($(ADVISORIES)) answers"; exit 1; } >&2
 	@build/tools/bin/python tests/support/audit.py build/audit.json $(ADVISORIES)
+
+# Whether every pin has a wheel for arm64 (GH200, GB200) with glibc 2.28. It asks the package index, and
+# downloads no package.
+arm64: setup
+	$(BIN)/pip install --dry-run --quiet --no-deps --ignore-installed --target build/arm64 \
+		--only-binary :all: --platform manylinux_2_28_aarch64 --platform manylinux_2_17_aarch64 \
+		--platform manylinux2014_aarch64 --requirement constraints.txt
 
 # Into build/site; a link that leads nowhere is an error.
 docs: setup

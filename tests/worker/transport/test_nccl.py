@@ -738,8 +738,10 @@ def test_nobody_asks_about_a_group_while_it_is_aborted(cluster):
     here.aborts[0].settle(lambda: None)
 
 
-#: Environments of torch: one of its own, and that of workers where an operator wants a watchdog.
+#: Environments of torch: one of its own, and those of workers without one of the two variables, each
+#: of which is enough: an operator may have set the other.
 WATCHED = {"TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "100"}
+UNWATCHED = {**WORKERS, "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "15000"}
 BARELY_WATCHED = {**WORKERS, "TORCH_NCCL_BLOCKING_WAIT": "0"}
 
 
@@ -757,7 +759,7 @@ def test_the_fakes_watchdog_sleeps_for_what_has_failed():
     ending.join(30)
 
 
-@pytest.mark.parametrize("environment", [WORKERS, BARELY_WATCHED], ids=["none", "barely"])
+@pytest.mark.parametrize("environment", [UNWATCHED, BARELY_WATCHED], ids=["none", "barely"])
 def test_no_watchdog_holds_up_the_end_of_what_has_failed(cluster, environment):
     here = cluster(2, environment=environment)
     here.end_within(5)
