@@ -197,23 +197,24 @@ class PkiService(rpc.PkiServicer):
         except ValueError as error:
             await _refuse(context, f"name: {error}")
         digest = pki.key_digest(key)
+        issued = [] if token.name else await self._issued(context)
 
         def decide(trust: Trust, unix: float) -> tuple[TrustChanged | None, bytes]:
-            role = check_join(trust, token.fingerprint, digest, name, unix)
+            role = check_join(trust, token.fingerprint, digest, name, unix, issued)
             identity = pki.Identity(role=role, name=name)
             if (before := joined_by(trust, token.fingerprint, unix)) is not None:
                 # The first answer was lost. A certificate that ends with the first one changes
                 # nothing.
                 return None, authority.sign(key, identity, before.expires_at - unix)
             certificate = authority.sign(key, identity, self._life_s)
-            issued = CredentialIssued(
+            joined = CredentialIssued(
                 role=role,
                 name=name,
                 expires_at=pki.expiry(certificate),
                 token=token.fingerprint,
                 key=digest,
             )
-            return issued, certificate
+            return joined, certificate
 
         return _reply(await self._requests(context).change_trust(decide), authority)
 
@@ -263,12 +264,7 @@ class PkiService(rpc.PkiServicer):
     ) -> pb.ListCredentialsReply:
         await self._ready(context)
         trust, unix = self._master.state.trust, time.time()
-        folder = self._master.config.pki
-        try:
-            found = credential_folder.issued(folder) if folder else []
-        except ValueError as error:
-            await _refuse(context, f"on the master's host, {error}")
-        issued = {(one.role, one.name): one for one in found}
+        issued = {(one.role, one.name): one for one in await self._issued(context)}
         return pb.ListCredentialsReply(
             tokens=[
                 pb.TokenInfo(
@@ -319,6 +315,14 @@ class PkiService(rpc.PkiServicer):
             )
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, text)
         return self._authority, identity
+
+    async def _issued(self, context: Context) -> list[pki.Identity]:
+        """Return the certificates that were issued without this master."""
+        folder = self._master.config.pki
+        try:
+            return credential_folder.issued(folder) if folder else []
+        except ValueError as error:
+            await _refuse(context, f"on the master's host, {error}")
 
     def _requests(self, context: Context) -> Requests:
         return self._master.requests.of(caller(context))

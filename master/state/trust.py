@@ -4,7 +4,7 @@ Part of the journaled state, and the rules about it. Times are Unix times, as in
 secret is kept: a token is known by the SHA-256 of its certificate. Pure.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
@@ -155,9 +155,17 @@ def check_renewal(trust: Trust, who: "Identity", life_s: float, unix: float) -> 
     )
 
 
-def check_join(trust: Trust, fingerprint: str, key: str, name: str, unix: float) -> Role:
+def check_join(
+    trust: Trust,
+    fingerprint: str,
+    key: str,
+    name: str,
+    unix: float,
+    issued: "Iterable[Identity]" = (),
+) -> Role:
     """Return the role with which the token's holder may join as `name`. Raises Denied. `key`:
-    digest of the joiner's key, which may ask again, since its answer may have been lost."""
+    digest of the joiner's key, which may ask again, since its answer may have been lost. `issued`:
+    certificates that were issued without the master."""
     token = trust.tokens.get(fingerprint)
     if token is None or token.expires_at < unix:
         raise Denied("the join token has expired or was revoked; make one with 'oobleck pki token'")
@@ -168,7 +176,9 @@ def check_join(trust: Trust, fingerprint: str, key: str, name: str, unix: float)
     if token.name and token.name != name:
         raise Denied(f"the join token is for {token.role} {token.name}, not for {name!r}")
     holder = (token.role, name)
-    if not token.name and is_held(trust, holder, unix):
+    others = [one for one in issued if (one.role, one.name) == holder and one.expires_at > unix]
+    held = is_held(trust, holder, unix) or not all(was_revoked(trust, one) for one in others)
+    if not token.name and held:
         raise Denied(
             f"{token.role} {name} has a certificate already; choose another name, take that one "
             f"back with 'oobleck pki revoke {name}', or make a token for it with --name {name}"

@@ -212,6 +212,38 @@ def test_renewing_twice_is_no_error(running: MasterProcess, folder: Path, tmp_pa
     assert told(running, "ned") == 1
 
 
+def test_nobody_takes_a_name_that_was_given_without_the_master(
+    running: MasterProcess, everyone: dict[str, Credentials], folder: Path, tmp_path: Path
+) -> None:
+    """By a token for any name; one for that name is its operator's wish."""
+    authority.issue(folder, tmp_path / "held", "agent", "held")
+    operator, key = everyone["operator"], pki.new_key()
+    request = pki.new_request(key)
+
+    async def join(named: str, name: str) -> str:
+        async with open_aio_channel(holders.at(running.address, operator), ()) as channel:
+            asked = pb.TokenRequest(request=request, role="agent", name=named, ttl_s=600.0)
+            made = await pki_of(channel).CreateToken(asked, timeout=LIMIT_S)
+        shown = made.certificate.encode()
+        token = Credentials(authority=operator.authority, certificate=shown, key=pki.key_pem(key))
+        async with open_aio_channel(holders.at(running.address, token), ()) as channel:
+            joining = pki_of(channel).Join(pb.JoinRequest(request=request, name=name))
+            if refused := await joining.details():
+                return str(refused)
+            return pki.identity_of((await joining).certificate.encode()).name
+
+    async def revoke() -> None:
+        async with open_aio_channel(holders.at(running.address, operator), ()) as channel:
+            gone = pb.RevokeRequest(holder=pb.Holder(role="agent", name="held"))
+            await pki_of(channel).Revoke(gone, timeout=LIMIT_S)
+
+    assert "agent held has a certificate already" in loops.run(join("", "held"))
+    assert loops.run(join("", "free")) == "free"
+    loops.run(revoke())
+    assert loops.run(join("", "held")) == "held"
+    assert loops.run(join("held", "held")) == "held"
+
+
 def test_a_token_lets_in_once_however_often_it_is_shown(
     running: MasterProcess, everyone: dict[str, Credentials]
 ) -> None:
