@@ -1,4 +1,4 @@
-"""URLs without their secrets, for all text that is shown, logged or stored.
+"""Text without the secrets of its URLs, for all that is shown, logged or stored.
 
 A place such as `s3://KEY:SECRET@store/path` or `https://host/path?token=SECRET` must reach only the
 workers whole. Must not know where texts come from.
@@ -13,7 +13,7 @@ _WORD = re.compile(r"\S+")
 #: End of the host's part of a URL.
 _END = re.compile(r"[/?#]")
 _PORT = re.compile(r"[^:]*:[0-9]{1,5}")
-_VALUE = re.compile(r"([?&;#][^?=&;#]{0,100}=)[^&;#'\"]+")
+_VALUE = re.compile(r"([?&;#][^?=&;#]{0,100}=['\"]?)[^&;#'\"]+")
 #: A password with a space, at which a URL would otherwise end. A port is no password.
 _SPACED = re.compile(r"://[^\s/?#@:\[]{1,200}:(?!\d{1,5}\b)[^\s/?#@][^\n/?#@]{0,200}@")
 #: Schemes whose part before `@` names a container or a user and is no secret.
@@ -41,10 +41,19 @@ _HOOK = re.compile(
     r"[^\s?#'\"]+",
     re.IGNORECASE,
 )
+#: Secrets that are known by what they are or by what is before them, in any text: tokens of GitHub,
+#: GitLab, Slack and Hugging Face, of an Authorization header, and a key of Azure's storage.
+_TOKEN = re.compile(
+    r"(?<![A-Za-z0-9_])(?:gh[oprsu]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|glpat-[\w-]{20,}"
+    r"|xox[a-z]-[A-Za-z0-9-]{20,}|hf_[A-Za-z0-9]{20,}|(?<=Bearer )[\w.~+/-]{8,}=*"
+    r"|(?<=AccountKey=)[\w+/]{8,}=*)"
+)
 
 
 def redact(text: str) -> str:
-    """Return `text` with the secrets of the URLs in it hidden."""
+    """Return `text` with the secrets of the URLs in it hidden, and tokens that are known by their
+    form."""
+    text = _TOKEN.sub(HIDDEN, text)
     if "://" not in text:
         return text
     whole = _SPACED.sub(f"://{HIDDEN}@", text)

@@ -300,7 +300,15 @@ def _worker_of(name: NodeName) -> WorkerStatus:
 
 
 def test_however_a_node_in_no_plan_registers_nothing_of_the_job_changes(calm: Outcome) -> None:
-    found = train([()] * STEPS, OUTSIDER, _registrations)
+    terms = 0
+
+    def registers(cluster: Cluster) -> Iterator[Registration]:
+        nonlocal terms
+        yield from _registrations(cluster)
+        terms = len(cluster.master.state.history.terms)
+
+    found = train([()] * STEPS, OUTSIDER, registers)
+    assert terms == 4, "its own, and three"
     assert with_fields(found, events=[]) == with_fields(calm, events=[])
     of_others = [one for one in found.events if one[1] != OUTSIDER]
     assert of_others == calm.events

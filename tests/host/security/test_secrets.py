@@ -58,6 +58,11 @@ from oobleck.host.storage.folder import open_folder
         ("https://api.telegram.org/bot1:hunter2/send", "https://api.telegram.org/bot***"),
         ("'s3://k:my hunter2@store/path' is torn", "'s3://***@store/path' is torn"),
         ("abfs://k:hunter2@store/path", "abfs://***@store/path"),
+        ("get https://x/p?token='hunter2'", "get https://x/p?token='***'"),
+        ("401: Authorization: Bearer hunter2.abc-_", "401: Authorization: Bearer ***"),
+        (f"refused: hf_{17 * 'a'}hunter2", "refused: ***"),
+        (f"ghp_{17 * 'a'}hunter2 github_pat_1_{17 * 'a'}hunter2", "*** ***"),
+        ("AccountName=a;AccountKey=hunter2aaa==;B=c", "AccountName=a;AccountKey=***;B=c"),
         ("myhdfs://hunter2@store/path", "myhdfs://***@store/path"),
     ],
 )
@@ -84,6 +89,7 @@ def test_secrets_are_hidden(url: str, shown: str) -> None:
         "https://x/p?status_code=200&bypass=1&unicode=1&accessed=2",
         "https://x/p?max_tokens=3&tokenizer=bpe&design=a&assign=b",
         "s3://store/hooks/train.bin",
+        "hf_transfer_is_not_installed_here and ghp_short, the bearer of it",
         "file:///data/hooks/corpus.bin",
         "https://x/git-hooks/pre-commit",
         "https://x/robots/bot1/weights",
@@ -95,7 +101,8 @@ def test_what_is_no_secret_stays(text: str) -> None:
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(
-    "part", ["://", "?key", "://a:", "?key=", "://@", "://hooks./", "/hooks", "/webhook/"]
+    "part",
+    ["://", "?key", "://a:", "?key=", "://@", "://hooks./", "/hooks", "/webhook/", "hf_", "xoxb-"],
 )
 def test_hostile_texts_are_looked_at_in_a_moment(part: str) -> None:
     redact("://" + part * 100_000 + "@")
