@@ -13,6 +13,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
@@ -38,6 +39,7 @@ from oobleck.worker.runtime.errors import HelperLost, NodeError, TransportError,
 from oobleck.worker.step.mailbox import AHEAD
 from oobleck.worker.transport.linked import LinkTransport
 from oobleck.worker.transport.nccl import communicator
+from oobleck.worker.transport.nccl import transport as nccl_transport
 from oobleck.worker.transport.nccl.communicator import Line
 from oobleck.worker.transport.nccl.connect import LIMIT_S, Communicators, is_kept, stamps_of
 from oobleck.worker.transport.nccl.group import ABORT_LIMIT_S, Aborts, Identifiers, peers_may_fail
@@ -738,8 +740,8 @@ def test_nobody_asks_about_a_group_while_it_is_aborted(cluster):
     here.aborts[0].settle(lambda: None)
 
 
-#: Environments of torch: one of its own, and those of workers without one of the two variables, each
-#: of which is enough: an operator may have set the other.
+#: Environments of torch: one of its own, and those of workers without one of the two variables, of
+#: which each is enough.
 WATCHED = {"TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "100"}
 UNWATCHED = {**WORKERS, "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "15000"}
 BARELY_WATCHED = {**WORKERS, "TORCH_NCCL_BLOCKING_WAIT": "0"}
@@ -772,6 +774,19 @@ def test_no_watchdog_holds_up_the_end_of_what_has_failed(cluster, environment):
             transport.complete()
         transport.abort()
     here.settle()
+
+
+def test_who_waits_gives_pythons_lock_away_after_each_look(cluster, monkeypatch):
+    """The thread that launches what it waits for needs it."""
+    here = cluster(2)
+    waiting, _ = here.connect(ways=PAIR)
+    looks, done = list[str](), iter((False, False, True))
+    clock = SimpleNamespace(monotonic=time.monotonic, sleep=lambda seconds: looks.append("slept"))
+    with monkeypatch.context() as patch:
+        patch.setattr(nccl_transport, "time", clock)
+        patch.setattr(waiting, "check", lambda: looks.append("looked"))
+        waiting.wait_until(lambda: next(done))
+    assert looks == ["looked", "slept", "looked", "slept", "looked", "looked"]
 
 
 def test_who_waits_for_a_sum_hears_that_a_member_leaves(cluster):
