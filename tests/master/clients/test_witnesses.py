@@ -6,15 +6,28 @@ import msgspec
 import pytest
 
 from oobleck.core.ids import Generation, Incarnation, JobId, NodeName
-from oobleck.core.messages import Failed, StepRecord
+from oobleck.core.messages import (
+    CheckpointSaved,
+    Evaluated,
+    Failed,
+    LinkMeasured,
+    Measured,
+    PeerLost,
+    PhaseReached,
+    Restored,
+    SaveFailed,
+    StepRecord,
+)
 from oobleck.master.clients import witnesses
 from oobleck.master.clients.outbox import Budget
 from oobleck.master.clients.witnesses import LOST_S, MOST_WAITING, SILENT, Witnesses
 from oobleck.master.state import senders
-from oobleck.proto.types import Happening, WorkerExited, WorkerReport
-from support.jobs import record
+from oobleck.proto.types import Happening, Hung, WorkerExited, WorkerReport
+from support.jobs import evaluation, record
 from support.scenario import Player
 
+#: A generation and a step that there will not be.
+FAR = Generation(2**60)
 N1, N2, N3, N9 = (NodeName(name) for name in ("n1", "n2", "n3", "n9"))
 
 
@@ -297,6 +310,73 @@ def test_of_a_job_that_has_ended_only_known_steps_count_alone(telling: Telling) 
     telling.wait(LOST_S)
     telling.job.seen.steps.furthest_step = 1
     assert telling.judged() == [(1, N1)], "nobody knows of step 2"
+
+
+MEMBER, OTHERS = "of a process that no plan counts on", "of a process that is another node's"
+WAS_MEMBER, FIRST = "of a process that no plan has counted on", "of a process that was the first"
+ASKED, CANNOT, NO_PART = "of a process that was not asked", "with what cannot be", "has no part"
+SAVED = CheckpointSaved(step=1, path="/nowhere", bytes=1, seconds=1.0)
+LOST = PeerLost(generation=Generation(1), step=1, detail="closed")
+
+
+@pytest.mark.parametrize(
+    ("what", "first", "second", "spare", "others"),
+    [
+        (WorkerExited(pid=2, exit_code=None, signal=9), "", "", NO_PART, OTHERS),
+        (Hung(reason="nothing", seconds=9.0), "", "", NO_PART, OTHERS),
+        (Failed(kind="user", message="no"), "", "", NO_PART, OTHERS),
+        (Measured(attempt=1, measurement=None), ASKED, ASKED, ASKED, ASKED),
+        (LinkMeasured(attempt=1, scope="inter_node", link=None), ASKED, ASKED, ASKED, ASKED),
+        (PhaseReached(generation=Generation(1), phase="joined"), "", "", MEMBER, MEMBER),
+        (PhaseReached(generation=FAR, phase="joined"), CANNOT, CANNOT, MEMBER, MEMBER),
+        (LOST, "", "", MEMBER, MEMBER),
+        (msgspec.structs.replace(LOST, generation=FAR), CANNOT, CANNOT, MEMBER, MEMBER),
+        (msgspec.structs.replace(LOST, step=FAR), CANNOT, CANNOT, MEMBER, MEMBER),
+        (Restored(generation=Generation(1), step=0, path=""), "", "", MEMBER, MEMBER),
+        (Restored(generation=FAR, step=0, path=""), CANNOT, CANNOT, MEMBER, MEMBER),
+        (Restored(generation=Generation(1), step=FAR, path=""), CANNOT, CANNOT, MEMBER, MEMBER),
+        (Evaluated(record=evaluation(2, 1, 1.0)), "", "", WAS_MEMBER, WAS_MEMBER),
+        (Evaluated(record=evaluation(3, 1, 1.0)), CANNOT, CANNOT, WAS_MEMBER, WAS_MEMBER),
+        (SAVED, "", FIRST, FIRST, FIRST),
+        (msgspec.structs.replace(SAVED, step=FAR), CANNOT, FIRST, FIRST, FIRST),
+        (msgspec.structs.replace(SAVED, request=9), CANNOT, FIRST, FIRST, FIRST),
+        (SaveFailed(what="checkpoint", step=1, reason="no"), "", "", WAS_MEMBER, WAS_MEMBER),
+        (SaveFailed(what="output", step=1, reason="no"), CANNOT, CANNOT, WAS_MEMBER, WAS_MEMBER),
+    ],
+)
+def test_who_may_report_what(
+    what: Happening, first: str, second: str, spare: str, others: str
+) -> None:
+    """Of their own processes the first worker of the plan, another one, and a node in no plan; and
+    that node of another one's process."""
+    player = Player()
+    player.play(
+        "0.0 register n1 n2 n9:2\n0.1 submit demo f=0 min_nodes=1 checkpoint=1 evaluate=2\n"
+        "0.5 ready n1 n2\n0.7 enter 1 n1 n2\n1.0 steps 1 5 1\n"
+    )
+    own = {worker.node: process for worker, process in player.job.current.processes().items()}
+    told = [(N1, own[N1]), (N2, own[N2]), (N9, "its own"), (N9, own[N2])]
+    for (node, process), expected in zip(told, (first, second, spare, others), strict=True):
+        why = senders.why_refused(player.state, node, of_its_end(process, what))
+        assert expected in why, (node, process)
+        assert bool(why) is bool(expected)
+
+
+def test_a_node_that_told_of_losses_that_were_none_is_not_believed_until_it_is_undrained() -> None:
+    player = Player()
+    player.play(
+        "0.0 register n1 n2\n0.1 submit demo f=0 min_nodes=1\n0.5 ready n1 n2\n"
+        "0.7 enter 1 n1 n2\n1.0 steps 1 1 1\n1.1 peer_lost n2/0 1\n1.2 steps 2 2 1\n"
+    )
+    job = player.job
+    assert dict(job.seen.untrue) == {N2: 1}
+    (worker, process) = next((w, p) for w, p in job.current.processes().items() if w.node == N2)
+    for count in range(1, senders.MOST_UNTRUE + 1):
+        job.seen.untrue[N2] = count
+        why = senders.why_refused(player.state, worker.node, of_its_end(process, LOST))
+        assert bool(why) is (count == senders.MOST_UNTRUE)
+    player.play("2.0 drain n2\n3.0 undrain n2\n")
+    assert not job.seen.untrue
 
 
 def test_the_table_of_senders_has_every_kind_of_report() -> None:
