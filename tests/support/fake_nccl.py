@@ -550,6 +550,8 @@ class RankOfFabric:
         """`environment`: torch's."""
         self.device = device or Device()
         self.groups: list[FakeGroup] = []
+        #: Multiprocessors that each of them may take.
+        self.most_ctas: list[int] = []
         self.faults: Faults = {}
         self._fabric = fabric
         self._environment = environment
@@ -564,5 +566,6 @@ class RankOfFabric:
         group = FakeGroup(
             self._fabric, self.device, identifiers, rank, size, self.faults, self._environment
         )
+        self.most_ctas.append(most_ctas)
         self.groups.append(group)
         return group

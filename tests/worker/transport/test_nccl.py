@@ -33,6 +33,7 @@ from oobleck.core.instructions import (
     SyncGradient,
 )
 from oobleck.core.plan import Plan
+from oobleck.planner.profile.memory import GROUP_CTAS, LINK_CTAS
 from oobleck.planner.programs.communicators import Name, wiring_of
 from oobleck.planner.programs.compiler.compile import compile_programs
 from oobleck.worker.runtime.errors import HelperLost, NodeError, TransportError, Unmapped
@@ -491,6 +492,14 @@ def test_a_message_takes_nothing_of_either_device_before_it_is_computed(cluster)
     for each in (*pending, *sent):
         each.wait()
     assert [tensor.tolist() for tensor in tensors] == [[value] * 2 for value in (3.0, 4.0, 5.0)]
+
+
+def test_a_links_operation_takes_few_multiprocessors(cluster):
+    """A receive is there for most of a micro-batch."""
+    here = cluster(2)
+    here.connect([(0, 1)], PAIR)
+    assert sorted(here.ranks[0].most_ctas) == [LINK_CTAS, LINK_CTAS, GROUP_CTAS]
+    assert LINK_CTAS <= 2 < GROUP_CTAS
 
 
 @pytest.mark.parametrize(
