@@ -8,13 +8,19 @@ from oobleck.core.errors import PlanInfeasible
 from oobleck.core.ids import Generation, NodeName
 from oobleck.core.plan import Plan, place
 from oobleck.core.profile import Links, Profile
-from oobleck.planner.cost.estimate import estimate_step
+from oobleck.planner.cost.estimate import Replays, estimate_step
 from oobleck.planner.cost.stages import StageTable, pipeline_cost
 from oobleck.planner.search.catalogue import Catalogue
 from oobleck.planner.search.choose import choose_schedule
-from oobleck.planner.search.firstplan import FirstPlan, make_first_plan, node_specification
+from oobleck.planner.search.firstplan import (
+    FirstPlan,
+    _Maker,
+    make_first_plan,
+    node_specification,
+)
 from oobleck.planner.search.instantiate import instantiate
 from oobleck.planner.search.templates import least_cuts, template_of
+from support.plans import plan_of_cuts
 from support.profiles import profile_of
 
 
@@ -120,3 +126,14 @@ def test_a_wanted_schedule_that_fits_no_plan_is_refused() -> None:
             generation=Generation(1),
             wanted="gpipe",
         )
+
+
+def test_a_plan_that_nccl_cannot_carry_ranks_behind_all_others() -> None:
+    """A stage of one worker between two of eight has 32 links."""
+    profile = profile_of([1.0, 1e-6, 1.0], gpus=range(1, 9), gpus_per_node=8)
+    replays = Replays(profile, tied=False)
+    maker = _Maker(replays=replays, profile=profile, wanted=None, tied=False)
+    plans = [plan_of_cuts(([(1, 8), (1, middle), (1, 8)], 4)) for middle in (1, 8)]
+    (crowded, quick_s), (other, slow_s) = maker.ranks(plans)
+    assert quick_s < slow_s, "otherwise this shows nothing"
+    assert (crowded, other) == (True, False)
