@@ -286,26 +286,6 @@ class MasterClient:
 
     # ---- certificates
 
-    def await_start(self, tell: Callable[[str], None]) -> None:
-        """Wait while hosts of masters refuse connections, for START_S at most: one was just started
-        and does not listen yet. What else is wrong is reported by the next call.
-
-        Call it before any other method. If the master is this user's own, its credentials are known
-        only then.
-        """
-        until, told = time.monotonic() + START_S, False
-        while _is_refused(self._endpoint.addresses) and time.monotonic() < until:
-            if not told:
-                tell(f"no master listens at {self._at} yet; waiting {START_S:.0f} s for it")
-                told = True
-            time.sleep(0.2)
-        if not self._secured:
-            try:
-                self._endpoint = choose_endpoint(str(self._endpoint), None, insecure=False)
-            except ValueError as error:
-                raise CommandFailed(str(error), USAGE) from error
-            self._secured = self._endpoint.credentials is not None
-
     def join(self, request: str, name: str) -> pb.CertificateReply:
         asked = pb.JoinRequest(request=request, name=name)
         reply: pb.CertificateReply = self._ask("Join", asked)
@@ -484,6 +464,18 @@ def takes_connection(address: str) -> bool:
             return True
     except (OSError, UnicodeError):
         return False
+
+
+def await_start(endpoint: Endpoint, tell: Callable[[str], None]) -> None:
+    """Wait while hosts of masters refuse connections, for START_S at most: one was just started and
+    does not listen yet. What else is wrong is reported by the first call."""
+    until, told = time.monotonic() + START_S, False
+    while _is_refused(endpoint.addresses) and time.monotonic() < until:
+        if not told:
+            where = " or ".join(endpoint.addresses)
+            tell(f"no master listens at {where} yet; waiting {START_S:.0f} s for it")
+            told = True
+        time.sleep(0.2)
 
 
 def _is_refused(addresses: Sequence[str]) -> bool:

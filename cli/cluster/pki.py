@@ -7,7 +7,8 @@ from typing import cast
 
 import click
 
-from oobleck.cli.client import MasterClient, NothingToRenew
+from oobleck.cli import options
+from oobleck.cli.client import MasterClient, NothingToRenew, await_start
 from oobleck.cli.jobs.follow import warn
 from oobleck.cli.options import MASTERS, F, form_options, master_option, time_option
 from oobleck.cli.output.table import table, terminal_width
@@ -119,7 +120,10 @@ def issue(name: str, role: Role, folder: Path, out: Path) -> None:
     "no other file.  [default: print it]",
 )
 @master_option
-def token(role: Role, name: str, ttl_s: float, out: Path | None, master: Endpoint) -> None:
+@click.pass_context
+def token(
+    ctx: click.Context, role: Role, name: str, ttl_s: float, out: Path | None, master: Endpoint
+) -> None:
     """Make a join token: valid for one certificate of that role, for a short time. A master that
     was just started is waited for.
 
@@ -131,8 +135,10 @@ def token(role: Role, name: str, ttl_s: float, out: Path | None, master: Endpoin
     if out is not None:
         _check_out(out)  # before there is a token
 
+    await_start(master, warn)
+    if master.credentials is None:  # those of this user's own master are known only now
+        master = options.endpoint(ctx, ctx.command.params[0], str(master)) or master
     with MasterClient(master) as connection:
-        connection.await_start(warn)
         made = make_token(connection, role=role, name=name, ttl_s=ttl_s)
     if out is None:
         click.echo(made)

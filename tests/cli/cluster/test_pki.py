@@ -141,19 +141,31 @@ def test_a_token_goes_into_a_file_of_its_owners(secured: Secured, tmp_path: Path
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_token_waits_for_a_master_whose_credentials_are_known_only_then(tmp_path: Path) -> None:
+def told_of_late_master(tmp_path: Path, *options: str) -> tuple[int, str, str]:
+    """Exit code and output of `pki token` that waits for a master of this user."""
     state, address = tmp_path / "state", choose_address()
     assert run("pki", "init", "--dir", str(state / "pki")).returncode == 0
     command = [sys.executable, "-m", "oobleck.cli.main", "pki", "token", "--master", address]
     pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as asking:
+    with subprocess.Popen([*command, *options], stdout=pipe, stderr=pipe, text=True) as asking:
         assert asking.stderr is not None
         assert f"no master listens at {address} yet" in asking.stderr.readline()
         process, _ = start_master(state, address)
         made, told = asking.communicate(timeout=DEADLINE_S)
     end(process)
-    assert (asking.returncode, told) == (0, "")
+    return asking.returncode, made, told
+
+
+def test_a_token_waits_for_a_master_whose_credentials_are_known_only_then(tmp_path: Path) -> None:
+    code, made, told = told_of_late_master(tmp_path)
+    assert (code, told) == (0, "")
     assert pki.identity_of(read_token(made.strip()).certificate).role == "agent"
+
+
+def test_after_its_wait_too_a_call_in_the_clear_shows_no_credentials(tmp_path: Path) -> None:
+    code, made, told = told_of_late_master(tmp_path, "--insecure")
+    assert (code, made) == (5, "")
+    assert "requires credentials, and none are known here" in told
 
 
 def test_a_token_is_put_over_nothing_but_a_token(secured: Secured, tmp_path: Path) -> None:
