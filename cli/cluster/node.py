@@ -55,7 +55,7 @@ def drain(
     timeout_s: float | None,
     force: bool,
     master: Endpoint,
-) -> None:
+) -> int:
     """Move the work off each NODE at the next step boundary, and assign none until it is undrained.
 
     No step is lost or repeated. Nodes that are named together are judged together, and leave in one
@@ -64,7 +64,8 @@ def drain(
     says so, and why. Repeating the command changes nothing.
 
     Exit codes: 0 the nodes are drained, or without --wait asked to be; 1 they are not within
-    --timeout; 3 there is no such node, or it was lost and forgotten meanwhile.
+    --timeout; 3 there is no such node, or it was lost and forgotten meanwhile; 130 Ctrl-C, and the
+    drain goes on.
     """
     if len(reason) > MOST_REASON:
         raise CommandFailed(f"--reason: is longer than {MOST_REASON} characters", USAGE)
@@ -77,12 +78,20 @@ def drain(
         if not wait:
             for info in infos:
                 click.echo(_told(info))
-            return
+            return 0
         shown = _Shown(sys.stdout)
         try:
             _await_drained(connection, names, infos, shown, timeout_s)
+        except KeyboardInterrupt:
+            shown.line.finish()
+            warn(
+                f"the drain of {comma_separated(names)} goes on; watch it with 'oobleck nodes "
+                f"--watch', undo it with 'oobleck node undrain {' '.join(names)}'"
+            )
+            return 130
         finally:
             shown.line.finish()
+    return 0
 
 
 class _Shown:

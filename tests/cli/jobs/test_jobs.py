@@ -218,3 +218,27 @@ def test_a_drain_is_not_waited_for_beyond_its_time_while_the_master_is_away() ->
         done = run("node", "drain", "n1", "--wait", "--timeout", "1ms", "--master", address)
     assert (done.returncode, done.stdout) == (1, "n1 draining\n")
     assert done.stderr == "oobleck: --timeout 0.001s: n1 draining\n"
+
+
+def test_ctrl_c_leaves_the_drain_and_says_how_to_watch_and_undo_it(tmp_path: Path) -> None:
+    draining = pb.DrainNodesReply(
+        nodes=[pb.NodeInfo(node="n1", state="draining"), pb.NodeInfo(node="n2", state="drained")]
+    )
+    with answering(
+        DrainNodes=lambda request: draining,
+        ListNodes=lambda request: pb.ListNodesReply(nodes=draining.nodes),
+    ) as address:
+        command = [sys.executable, "-m", "oobleck.cli.main", "node", "drain", "n1", "n2", "--wait"]
+        pipe = subprocess.PIPE
+        with subprocess.Popen(
+            [*command, "--master", address], stdout=pipe, stderr=pipe, text=True
+        ) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "n1 draining\n"
+            process.send_signal(signal.SIGINT)
+            _, told = process.communicate(timeout=240)
+    assert process.returncode == 130
+    assert told == (
+        "oobleck: the drain of n1, n2 goes on; watch it with 'oobleck nodes --watch', undo it with "
+        "'oobleck node undrain n1 n2'\n"
+    )
