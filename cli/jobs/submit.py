@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import click
 
@@ -90,7 +90,7 @@ def _tell_id(job_id: str) -> None:
 
 def _follow(connection: MasterClient, job_id: str) -> int:
     try:
-        last = follow(connection, job_id, sys.stdout)
+        state, why = follow(connection, job_id, sys.stdout)
     except KeyboardInterrupt:
         click.echo(
             f"oobleck: {job_id} continues; watch it with 'oobleck status {job_id} --watch', end it "
@@ -98,11 +98,9 @@ def _follow(connection: MasterClient, job_id: str) -> int:
             err=True,
         )
         return 130
-    if last.state == "succeeded":
+    if state == "succeeded":
         return 0
-    raise CommandFailed(
-        f"{job_id} {last.state}" + (f": {last.reason}" if last.reason else ""), FAILED
-    )
+    raise CommandFailed(f"{job_id} {state}" + (f": {why}" if why else ""), FAILED)
 
 
 @click.command()
@@ -239,10 +237,10 @@ class LiveLine:
         self._drawn = line
 
 
-def follow(master: MasterClient, job_id: str, out: TextIO = sys.stdout) -> pb.JobStatus:
-    """Show progress until the job has ended; return its last status."""
+def follow(master: MasterClient, job_id: str, out: TextIO = sys.stdout) -> tuple[str, str]:
+    """Show progress until the job has ended; return its last state, and why it failed."""
     progress = LiveLine(out)
-    last = pb.JobStatus()
+    last, why = pb.JobStatus(), ""
     statuses = follow_status(master, job_id, progress.above)
     # The stream of statuses reports an absence of the master.
     events = follow_events(master, job_id, answered=True, tell=ignore)
@@ -251,12 +249,33 @@ def follow(master: MasterClient, job_id: str, out: TextIO = sys.stdout) -> pb.Jo
             match item:
                 case ("status", pb.JobStatus() as last) if last.state not in ENDED:
                     progress.status(last, time.monotonic())
-                case ("event", pb.EventRecord(json=record)):
-                    progress.above(event_line(json.loads(record), progress.width))
+                case ("event", pb.EventRecord(json=text)):
+                    record = json.loads(text)
+                    if of_failure := _why_failed(record):
+                        why = why or of_failure
+                    else:
+                        progress.above(event_line(record, progress.width))
                 case _:
                     pass
+        why = why or last.reason
+        last.reason = ""
         # The final state is drawn below all events, which may arrive after it.
         progress.status(last, time.monotonic())
-        return last
+        return last.state, why
     finally:
         progress.finish()
+
+
+def _why_failed(record: dict[str, Any]) -> str:
+    """Return the error by which the job failed, for the command's own; empty: another event."""
+    match record:
+        case {
+            "event": "incident",
+            "outcome": "failed",
+            "root_cause": {"kind": "job error", "summary": summary},
+        }:
+            return str(summary)
+        case {"event": "failed", "reason": reason}:
+            return str(reason)
+        case _:
+            return ""
