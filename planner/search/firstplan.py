@@ -111,7 +111,8 @@ def _nodes_cause(
     fixes = [f"add {count(needed - nodes, 'node')}"]
     possible = nodes // smallest - 1
     if possible >= 0:
-        fixes.append(f"lower fault_tolerance to {possible}")
+        more = f" ({nodes - 1} with memory for shadows)" if least < needed else ""
+        fixes.append(f"lower fault_tolerance to {possible}{more}")
     memory = _least_memory(profile, min_nodes, nodes // (fault_tolerance + 1))
     if memory is not None and memory > profile.gpu_memory_bytes:
         fixes.append(f"use workers with {_more_memory(profile, memory)}")

@@ -40,8 +40,10 @@ def test_with_shadows_n0_nodes_are_enough_where_they_are_more_than_may_be_lost()
     asked = partial(node_specification, profile, min_nodes=2, shadows=True)
     assert asked(nodes=2, fault_tolerance=1) == range(2, 3)
     assert asked(nodes=4, fault_tolerance=3).start == 2
-    with pytest.raises(PlanInfeasible, match="needs 8 nodes, or 4 with memory for shadows"):
+    with pytest.raises(PlanInfeasible, match="needs 8 nodes, or 4 with memory for shadows") as told:
         asked(nodes=3, fault_tolerance=3)
+    assert "lower fault_tolerance to 0 (2 with memory for shadows)" in str(told.value)
+    assert asked(nodes=3, fault_tolerance=2).start == 2
 
 
 def test_less_than_one_pipeline_is_told_what_would_do() -> None:
