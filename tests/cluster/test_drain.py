@@ -11,6 +11,7 @@ import pytest
 from bench.support.client import Record
 from bench.support.cluster import LocalCluster
 from oobleck.core.job.file import parse_job
+from support.clusters import end_jobs, make_whole
 from support.reference import train_reference
 from support.visitor import Dashboard
 from support.waiting import all_gone
@@ -177,3 +178,18 @@ def test_a_drain_that_costs_the_fault_tolerance_wants_force(
     back = cluster.oobleck("node", "undrain", "n2", "n9", "n3", check=False)
     assert [line.split()[0] for line in back.stdout.splitlines()] == ["n2", "n3"]
     assert (back.returncode, "no node 'n9'" in back.stderr) == (3, True)
+
+
+def test_a_shared_cluster_is_whole_again_whatever_a_failed_test_has_left(
+    small_cluster: LocalCluster, text: str
+) -> None:
+    cluster = small_cluster
+    job_id = cluster.submit(job(text))
+    cluster.wait_step(job_id, 3)
+    cluster.oobleck("node", "drain", "n3", "--wait")
+    cluster.kill_node("n3")
+    cluster.wait(lambda: state_of(cluster, "n3") == "left", "the end of n3", poll_s=0.1)
+    end_jobs(cluster)
+    make_whole(cluster, {"n1", "n2", "n3"})
+    assert cluster.wait_end(job_id) == "cancelled"
+    assert cluster.live() == {"n1", "n2", "n3"}

@@ -37,7 +37,7 @@ def end_jobs(cluster: Cluster) -> None:
     """So that no job goes on training while other tests run."""
     for job in cluster.jobs():
         if job["state"] not in ENDED:
-            cluster.oobleck("cancel", job["job_id"])
+            cluster.oobleck("cancel", job["job_id"], check=False)
 
 
 def failures(records: Iterable[Record]) -> list[Record]:
@@ -49,7 +49,10 @@ def failures(records: Iterable[Record]) -> list[Record]:
 def make_whole(cluster: LocalCluster, wanted: Set[str], *options: str) -> None:
     """Just the nodes `wanted`, all live; those that are missing start with `options` (and, like
     all of the cluster, with its fault plan). An agent that is not live, as one that still starts or
-    has another way to the master, ends first: of two with a name one would be refused."""
+    has another way to the master, ends first: of two with a name one would be refused. Drains and
+    quarantine are over."""
+    if out := sorted((wanted & set(cluster.nodes())) - cluster.live()):
+        cluster.oobleck("node", "undrain", *out, check=False)
     present = cluster.live() & wanted & {n for n, pid in cluster.agents.items() if alive(pid)}
     for name in sorted(set(cluster.agents) - present):
         cluster.kill_node(name)
