@@ -113,10 +113,22 @@ def redoing(job: pb.JobStatus) -> str:
     return f"redoing {job.redo.first_step}-{job.redo.last_step}, at {at}"
 
 
-def why_so(job: pb.JobStatus) -> str:
-    """Return the remarks beside the job's state."""
-    parts = (redoing(job), job.reason, unsaved(job), _exposed(job))
+def why_so(job: pb.JobStatus, *, with_incident: bool = False) -> str:
+    """Return the remarks beside the job's state; `with_incident`: `incident` is shown too."""
+    reason = "" if with_incident and _paces(job) else job.reason
+    parts = (redoing(job), reason, unsaved(job), _exposed(job))
     return "; ".join(part for part in parts if part)
+
+
+def incident(job: pb.JobStatus) -> str:
+    """Return the newest incident in a line: of an open slowdown the paces, which are newer."""
+    return _paces(job) or job.last_incident.partition("\n")[0]
+
+
+def _paces(job: pb.JobStatus) -> str:
+    """Return the job's reason if it tells the paces of an open slowdown, else an empty string."""
+    slow = [f"{worker.node}/{worker.slot} computes at" for worker in job.slow_workers]
+    return job.reason if slow and all(one in job.reason for one in slow) else ""
 
 
 def unsaved(job: pb.JobStatus) -> str:
@@ -263,7 +275,10 @@ def job_text(job: pb.JobStatus, width: int | None = None) -> str:
 def job_facts(job: pb.JobStatus) -> Iterator[tuple[str, str]]:
     """Yield label and value of all facts of one job, except its plan."""
     yield "job", job.job_id
-    yield "state", job.state + (f": {inline(why)}" if (why := why_so(job)) else "")
+    yield (
+        "state",
+        job.state + (f": {inline(why)}" if (why := why_so(job, with_incident=True)) else ""),
+    )
     last = last_step(job, ", the last ")
     yield "step", f"{job.committed_step} of {job.steps} ({done(job)}){last}"
     if job.HasField("loss"):
@@ -282,8 +297,7 @@ def job_facts(job: pb.JobStatus) -> Iterator[tuple[str, str]]:
     yield from _files(job)
     if job.last_incident:
         at = moment(job.last_incident_at) if job.last_incident_at else "not over"
-        first, _, _ = job.last_incident.partition("\n")
-        yield "incident", f"{job.incidents}, {at}: {inline(first)}"
+        yield "incident", f"{job.incidents}, {at}: {inline(incident(job))}"
     if job.journal_cut_at:
         when = moment(job.journal_cut_at)
         yield "journal", f"{when}: its end was missing when the master read it; see the events"

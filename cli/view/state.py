@@ -57,7 +57,7 @@ def open_incident(job: pb.JobStatus) -> str:
     """Return the first line of an open failure or slowdown; empty: there is none."""
     if not job.last_incident or job.last_incident_at:
         return ""
-    return job.last_incident.partition("\n")[0]
+    return text.incident(job)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,7 +212,7 @@ def job_row(job: pb.JobStatus) -> JobRow:
         id=job.job_id,
         name=job.name,
         state=job.state,
-        why=text.why_so(job),
+        why=text.why_so(job, with_incident=True),
         tone=tone(job.state),
         progress=progress(job),
         nodes=len(members(job.plan)),

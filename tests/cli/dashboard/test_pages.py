@@ -170,8 +170,10 @@ def test_running_jobs_and_open_incidents_come_first_and_the_rest_is_folded(tmp_p
 
 
 def test_a_slow_worker_is_told_once_on_its_jobs_page(tmp_path: Path) -> None:
-    told = "worker n2/0 (rank 1) computes at 0.50 of the others' pace; also slow: n3/1"
+    told = "slow worker n2/0 (rank 1): 0.50 of the others' pace; also slow: n3/1"
     job = pb.JobStatus(job_id="demo-1", state="running", steps=5, incidents=2, last_incident=told)
+    paces = (f"{worker} computes at 0.50 of the others' pace" for worker in ("n2/0", "n3/1"))
+    job.reason = "; ".join(paces)
     job.slow_workers.extend([pb.WorkerId(node="n2", slot=0), pb.WorkerId(node="n3", slot=1)])
     slow = [
         {"event": "rate_changed", "time": at, "node": node, "slot": slot, "rate": 0.5, "steps": 9}
@@ -554,7 +556,7 @@ def test_a_cookie_is_for_a_path_that_no_other_port_knows(stand: Stand) -> None:
 
 
 def test_a_session_ends_on_the_open_page_too(stand: Stand, tmp_path: Path) -> None:
-    with Dashboard(tmp_path, "--master", stand.address, "--session", "1s") as dashboard:
+    with Dashboard(tmp_path, "--master", stand.address, "--session", "10s") as dashboard:
         visitor = dashboard.visitor()
         with visitor.watching("/") as changes:
             told = dict(changes)
