@@ -4,8 +4,8 @@ Must import only click at the top, so that `oobleck --help` answers at once.
 """
 
 import importlib
-import shlex
 import sys
+from collections.abc import Sequence
 
 import click
 from click.shell_completion import CompletionItem
@@ -81,6 +81,13 @@ COMMANDS = {
     "completion": ("oobleck.cli.options:completion", "Print a shell's completion script."),
 }
 
+#: Words of other tools, and the command for each.
+SYNONYMS = {
+    **dict.fromkeys(("delete", "kill", "stop"), "cancel"),
+    **dict.fromkeys(("run", "start", "train"), "submit"),
+    **dict.fromkeys(("describe", "get", "ps"), "status"),
+}
+
 #: Commands of `COMMANDS` that have commands of their own.
 GROUPS = ("node", "dashboard", "checkpoint", "data", "pki", "config")
 
@@ -102,19 +109,23 @@ Exit codes:
 """
 
 
-class LazyGroup(click.Group):
+def _load(name: str) -> click.Command:
+    module, _, attribute = COMMANDS[name][0].partition(":")
+    found = getattr(importlib.import_module(module), attribute)
+    assert isinstance(found, click.Command)
+    return found
+
+
+class LazyGroup(command.Group):
     """Group of the commands in `COMMANDS`."""
+
+    synonyms = SYNONYMS
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in COMMANDS:
-            return None
-        module, _, attribute = COMMANDS[cmd_name][0].partition(":")
-        found = getattr(importlib.import_module(module), attribute)
-        assert isinstance(found, click.Command)
-        return found
+        return _load(cmd_name) if cmd_name in COMMANDS else None
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         """Complete from `COMMANDS`, without loading any command."""
@@ -126,25 +137,32 @@ class LazyGroup(click.Group):
             if name.startswith(incomplete)
         ]
 
+    def shown(self) -> list[str]:
+        return [*COMMANDS, "--help", "--version"]
+
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        if args and args[0] not in COMMANDS and not args[0].startswith("-"):
-            self._seek_in_groups(ctx, args)
-            raise command.no_command(args[0], [*COMMANDS, "--help", "--version"], ctx)
+        listed, *rest = args
+        if listed in ("jobs", "nodes") and rest and not rest[0].startswith("-"):
+            lines = [rest] if rest[0] in COMMANDS else self._of_groups(rest)
+            if listed == "jobs" and not lines:
+                lines = [["status", *rest]]
+            hint = f"; {command.did_you_mean(ctx, lines)}" if lines else ""
+            raise click.UsageError(f"{listed!r} lists all, and takes no name{hint}", ctx)
         return super().resolve_command(ctx, args)
 
-    def _seek_in_groups(self, ctx: click.Context, args: list[str]) -> None:
-        """Raise a usage error with the whole line if a group has the command."""
-        found = [
-            f"'oobleck {shlex.join([name, *args])}'"
-            for name in GROUPS
-            if isinstance(group := self.get_command(ctx, name), click.Group)
-            and args[0] in group.commands
+    def meant(self, args: Sequence[str]) -> list[list[str]]:
+        return self._of_groups(args) or super().meant(args)
+
+    def _of_groups(self, args: Sequence[str]) -> list[list[str]]:
+        """Return the line with each group that has the command."""
+        groups = {name: _load(name) for name in GROUPS}
+        return [
+            [name, *args]
+            for name, group in groups.items()
+            if isinstance(group, click.Group) and args[0] in group.commands
         ]
-        if found:
-            text = f"no command {args[0]!r}; did you mean {' or '.join(found)}?"
-            raise click.UsageError(text, ctx)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):

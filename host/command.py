@@ -5,8 +5,10 @@ Must not know the commands.
 
 import contextlib
 import os
+import re
+import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TextIO, cast
 
 import click
@@ -132,7 +134,46 @@ def nearest(name: str, known: Sequence[str]) -> str:
     return next(iter(get_close_matches(name, known, n=1)), "")
 
 
-def no_command(name: str, known: Sequence[str], ctx: click.Context) -> click.UsageError:
-    near = nearest(name, known)
-    hint = f"did you mean {near!r}?" if near else f"there are {', '.join(known)}"
-    return click.UsageError(f"no command {name!r}; {hint}", ctx)
+class Group(click.Group):
+    """Group of commands that answers a wrong word with the line that may be meant."""
+
+    #: Words of other tools, and the command for each.
+    synonyms: Mapping[str, str] = {}
+
+    def shown(self) -> list[str]:
+        """Return what may be the first word."""
+        return [name for name, one in self.commands.items() if not one.hidden]
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args[0] not in self.list_commands(ctx) and not args[0].startswith("-"):
+            raise self.no_command(ctx, args)
+        return super().resolve_command(ctx, args)
+
+    def no_command(self, ctx: click.Context, args: Sequence[str]) -> click.UsageError:
+        """Return the error for a line whose first word is no command."""
+        shown = self.shown()
+        if meant := self.meant(args):
+            hint = did_you_mean(ctx, meant)
+        elif near := self.synonyms.get(args[0]) or nearest(args[0], shown):
+            hint = f"did you mean {near!r}?"
+        else:
+            hint = f"there are {', '.join(shown)}"
+        return click.UsageError(f"no command {args[0]!r}; {hint}", ctx)
+
+    def meant(self, args: Sequence[str]) -> list[list[str]]:
+        """Return lines that may be meant; by default, with a command that stands further behind."""
+        word, *rest = args
+        behind = next((one for one in rest if one in self.shown()), None)
+        if behind is None:
+            return []
+        rest.remove(behind)
+        # Names of jobs, nodes and files have a digit or a dot; else it is another tool's verb.
+        return [[behind, *([word] if re.search(r"[\d.]", word) else []), *rest]]
+
+
+def did_you_mean(ctx: click.Context, lines: Sequence[Sequence[str]]) -> str:
+    """Ask for lines behind the command of `ctx`."""
+    shown = (f"'{ctx.command_path} {shlex.join(line)}'" for line in lines)
+    return f"did you mean {' or '.join(shown)}?"

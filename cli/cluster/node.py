@@ -15,7 +15,7 @@ from oobleck.cli.options import Seconds, master_option, nodes_argument
 from oobleck.cli.output.progress import OneLine
 from oobleck.cli.output.text import GONE
 from oobleck.core.units import comma_separated
-from oobleck.host.command import FAILED, NO_SUCH_THING, USAGE, CommandFailed
+from oobleck.host.command import FAILED, NO_SUCH_THING, USAGE, CommandFailed, Group
 from oobleck.host.display import inline
 from oobleck.host.ipc.endpoint import Endpoint
 from oobleck.proto import control_pb2 as pb
@@ -24,9 +24,9 @@ _POLL_S = 0.2
 MOST_REASON = 500
 
 
-@click.group()
+@click.group(cls=Group)
 def node() -> None:
-    """Take a node out for maintenance, and back, or for good."""
+    """Take a node out for maintenance, and back, or for good; 'oobleck nodes' lists them."""
 
 
 @node.command(short_help="Move the work off nodes at a step boundary.")

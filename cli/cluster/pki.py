@@ -14,7 +14,7 @@ from oobleck.cli.options import MASTERS, F, form_options, master_option, time_op
 from oobleck.cli.output.table import table, terminal_width
 from oobleck.cli.output.text import Form, document, is_data, moment, plain
 from oobleck.core.ids import check_name
-from oobleck.host.command import FAILED, NO_SUCH_THING, USAGE, CommandFailed
+from oobleck.host.command import FAILED, NO_SUCH_THING, USAGE, CommandFailed, Group
 from oobleck.host.display import inline
 from oobleck.host.ipc.endpoint import Endpoint, endpoint_at
 from oobleck.host.security.credentials import (
@@ -37,7 +37,7 @@ DEFAULT_CREDENTIALS = Path("~/.oobleck/credentials")
 _JOINING = [role for role in ROLES if role != "worker"]
 
 
-@click.group()
+@click.group(cls=Group)
 def pki() -> None:
     """Issue and revoke certificates and join tokens, which prove who may call a master."""
 

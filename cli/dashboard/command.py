@@ -10,7 +10,7 @@ from oobleck.cli import options
 from oobleck.cli.client import MasterClient
 from oobleck.cli.dashboard.sessions import Role, default_folder, make, read_key
 from oobleck.host.address import is_loopback, joined, split_address
-from oobleck.host.command import USAGE, CommandFailed
+from oobleck.host.command import USAGE, CommandFailed, Group
 from oobleck.host.ipc.endpoint import Endpoint
 from oobleck.host.metrics import bind
 
@@ -37,13 +37,11 @@ def dir_option(function: options.F) -> options.F:
     )(function)
 
 
-class _Dashboard(click.Group):
+class _Dashboard(Group):
     """Group whose default command is `serve`."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        return super().parse_args(
-            ctx, args if args[:1] and args[0] in self.commands else ["serve", *args]
-        )
+        return super().parse_args(ctx, ["serve", *args] if not args or args[0][:1] == "-" else args)
 
 
 @click.group(cls=_Dashboard)

@@ -6,7 +6,7 @@ Listing and verifying read the files on this machine; only taking one asks the m
 import json
 import shlex
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from oobleck.cli.output.text import Form, document, is_data, moment
 from oobleck.core.checkpoint import MANIFEST, RECORDS, InvalidCheckpoint, Manifest
 from oobleck.core.redact import HIDDEN
 from oobleck.core.units import format_bytes
-from oobleck.host.command import FAILED, NO_SUCH_THING, USAGE, CommandFailed, nearest, no_command
+from oobleck.host.command import FAILED, NO_SUCH_THING, USAGE, CommandFailed, Group, nearest
 from oobleck.host.display import inline
 from oobleck.host.ipc.endpoint import Endpoint
 from oobleck.host.storage.checkpoints import (
@@ -47,7 +47,7 @@ Examples:
 Exit codes: see 'oobleck --help'."""
 
 
-class _JobFirst(click.Group):
+class _JobFirst(Group):
     """Group of commands whose first word may be a job to take a checkpoint of.
 
     A word that resembles a command is refused, unless it ends with a digit, as job ids do.
@@ -55,11 +55,15 @@ class _JobFirst(click.Group):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if args and args[0] not in self.commands and args[0] not in ("-h", "--help"):
-            shown = [name for name, one in self.commands.items() if not one.hidden]
-            if nearest(args[0], shown) and not args[0][-1:].isdigit():
-                raise no_command(args[0], shown, ctx)
+            typing_error = nearest(args[0], self.shown()) and not args[0][-1:].isdigit()
+            if typing_error or (args[1:2] and not args[1].startswith("-")):
+                raise self.no_command(ctx, args)
             args = ["save", *args]
         return super().parse_args(ctx, args)
+
+    def meant(self, args: Sequence[str]) -> list[list[str]]:
+        """Return also `JOB` for `take JOB`."""
+        return super().meant(args) or ([] if nearest(args[0], self.shown()) else [[*args[1:]]])
 
 
 @click.group(cls=_JobFirst, epilog=_EPILOG, subcommand_metavar="JOB | COMMAND [ARGS]...")

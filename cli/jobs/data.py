@@ -16,7 +16,7 @@ from oobleck.cli import options
 from oobleck.cli.jobs.own_code import tell
 from oobleck.cli.output import text
 from oobleck.core.units import format_bytes
-from oobleck.host.command import FAILED, NO_SUCH_THING, USAGE, CommandFailed
+from oobleck.host.command import FAILED, NO_SUCH_THING, USAGE, CommandFailed, Group
 from oobleck.host.display import inline
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _SHOWN_TOKENS = 16
 
 
-@click.group()
+@click.group(cls=Group)
 def data() -> None:
     """Make and inspect token files for training."""
 

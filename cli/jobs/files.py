@@ -22,7 +22,7 @@ from oobleck.core.job.file import format_job, job_schema
 from oobleck.core.job.model import OwnModelSpec
 from oobleck.core.job.spec import JobSpec
 from oobleck.core.units import format_bytes
-from oobleck.host.command import USAGE, CommandFailed
+from oobleck.host.command import USAGE, CommandFailed, Group
 from oobleck.host.display import one_line
 
 # ---- oobleck init
@@ -193,7 +193,7 @@ Examples:
 _PATH = click.Path(dir_okay=False, path_type=Path)
 
 
-@click.group(epilog=_EPILOG)
+@click.group(cls=Group, epilog=_EPILOG)
 def config() -> None:
     """Show, check and describe job files."""
 
