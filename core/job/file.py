@@ -205,6 +205,7 @@ def _refusal(
             wanted, path, content = wanted.item_type, (*path, int(number)), content[int(number)]
     if own is not None:
         return _named(own, file, content, path)
+    wanted = inner(wanted)
     if (lacking := _LACKING.match(text)) and isinstance(wanted, inspect.DataclassType):
         key = FILE_KEYS.get(lacking[1], lacking[1])
         added = _expected(fields_of(wanted.cls)[key].type)

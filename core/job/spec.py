@@ -340,7 +340,8 @@ class JobSpec:
                 f"global_batch: {self.training.global_batch} samples in micro-batches of "
                 f"{self.training.microbatch} are {self.training.microbatches} micro-batches, too "
                 f"few for the {self.fault_tolerance + 1} pipelines that fault_tolerance "
-                f"{self.fault_tolerance} needs; enlarge global_batch or lower microbatch"
+                f"{self.fault_tolerance} needs; enlarge global_batch, lower microbatch, or lower "
+                f"fault_tolerance to {self.training.microbatches - 1}"
             )
 
     def _check_data(self) -> None:

@@ -175,6 +175,11 @@ def refusal(text: str, *overrides: str) -> str:
             "checkpoint: {pth: saved}",
             "unknown key 'pth' in checkpoint; did you mean 'path'?",
         ),
+        (
+            "fault_tolerance: 1",
+            "checkpoint: {every: 5}",
+            "missing key 'path' in checkpoint; add it (a text)",
+        ),
         ("fault_tolerance: 1", "checkpoint: {path: ' '}", "checkpoint.path: is empty; give a dir"),
         (
             "fault_tolerance: 1",
