@@ -23,6 +23,8 @@ UNREACHABLE = 4
 DENIED = 5
 #: Standard output cannot be written; the requested action may be done.
 NO_OUTPUT = 6
+#: Ctrl-C.
+INTERRUPTED = 130
 
 
 class CommandFailed(click.ClickException):
@@ -98,7 +100,7 @@ def _outcome(command: click.Command, name: str, arguments: Sequence[str]) -> int
     except click.ClickException as error:
         return _tell(name, error.format_message(), error.exit_code)
     except (click.Abort, KeyboardInterrupt):
-        return 130
+        return INTERRUPTED
     except FileNotFoundError:
         if _folder_is_there():
             raise

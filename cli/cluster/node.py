@@ -15,7 +15,7 @@ from oobleck.cli.options import Seconds, master_option, nodes_argument
 from oobleck.cli.output.progress import OneLine
 from oobleck.cli.output.text import GONE
 from oobleck.core.units import comma_separated
-from oobleck.host.command import FAILED, NO_SUCH_THING, USAGE, CommandFailed, Group
+from oobleck.host.command import FAILED, INTERRUPTED, NO_SUCH_THING, USAGE, CommandFailed, Group
 from oobleck.host.display import inline
 from oobleck.host.ipc.endpoint import Endpoint
 from oobleck.proto import control_pb2 as pb
@@ -55,7 +55,7 @@ def drain(
     timeout_s: float | None,
     force: bool,
     master: Endpoint,
-) -> int:
+) -> None:
     """Move the work off each NODE at the next step boundary, and assign none until it is undrained.
 
     No step is lost or repeated. Nodes that are named together are judged together, and leave in one
@@ -78,20 +78,18 @@ def drain(
         if not wait:
             for info in infos:
                 click.echo(_told(info))
-            return 0
+            return
         shown = _Shown(sys.stdout)
         try:
             _await_drained(connection, names, infos, shown, timeout_s)
         except KeyboardInterrupt:
-            shown.line.finish()
-            warn(
+            raise CommandFailed(
                 f"the drain of {comma_separated(names)} goes on; watch it with 'oobleck nodes "
-                f"--watch', undo it with 'oobleck node undrain {' '.join(names)}'"
-            )
-            return 130
+                f"--watch', undo it with 'oobleck node undrain {' '.join(names)}'",
+                INTERRUPTED,
+            ) from None
         finally:
             shown.line.finish()
-    return 0
 
 
 class _Shown:

@@ -21,7 +21,15 @@ from oobleck.cli.output.text import Form, document, is_data, moment
 from oobleck.core.checkpoint import MANIFEST, RECORDS, InvalidCheckpoint, Manifest
 from oobleck.core.redact import HIDDEN
 from oobleck.core.units import format_bytes
-from oobleck.host.command import FAILED, NO_SUCH_THING, USAGE, CommandFailed, Group, nearest
+from oobleck.host.command import (
+    FAILED,
+    INTERRUPTED,
+    NO_SUCH_THING,
+    USAGE,
+    CommandFailed,
+    Group,
+    nearest,
+)
 from oobleck.host.display import inline
 from oobleck.host.ipc.endpoint import Endpoint
 from oobleck.host.storage.checkpoints import (
@@ -90,9 +98,17 @@ def save(job_id: str, no_wait: bool, master: Endpoint) -> None:
     click.echo(inline(f"step {record['step']}  {record['path']}"))
 
 
-def take(connection: MasterClient, job_id: str) -> dict[str, Any]:
-    """Take a checkpoint now and return its record. Raise CommandFailed."""
-    record = _await_answer(connection, job_id, connection.save_checkpoint(job_id))
+def take(connection: MasterClient, job_id: str, interrupted: str = "") -> dict[str, Any]:
+    """Take a checkpoint now and return its record. Raise CommandFailed, also after Ctrl-C, whose
+    message begins with `interrupted`."""
+    number = connection.save_checkpoint(job_id)
+    try:
+        record = _await_answer(connection, job_id, number)
+    except KeyboardInterrupt as error:
+        still = (
+            f"{job_id} takes the checkpoint all the same; see 'oobleck checkpoint list {job_id}'"
+        )
+        raise CommandFailed(f"{interrupted}{still}", INTERRUPTED) from error
     if record["event"] == "checkpoint_failed":
         raise CommandFailed(f"{job_id} at step {record['step']}: {record['reason']}", FAILED)
     return record
@@ -261,7 +277,8 @@ def _path(target: str, master: Endpoint) -> str:
 
 def _open(path: str) -> Folder:
     if not is_remote(path) and not Path(path.removeprefix("file://")).is_dir():
-        raise CommandFailed(f"there is no directory {path}", NO_SUCH_THING)
+        hint = "'oobleck checkpoint list JOB -o wide' shows the paths of a job's checkpoints"
+        raise CommandFailed(f"there is no directory {path}; {hint}", NO_SUCH_THING)
     try:
         return open_folder(path)
     except ValueError as error:

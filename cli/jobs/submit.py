@@ -23,7 +23,7 @@ from oobleck.cli.options import job_argument, master_option, pack_option, set_op
 from oobleck.cli.output.events import event_line
 from oobleck.cli.output.text import ENDED, progress_line
 from oobleck.core.job.spec import JobSpec
-from oobleck.host.command import FAILED, NO_OUTPUT, CommandFailed, OutputFailed
+from oobleck.host.command import FAILED, INTERRUPTED, NO_OUTPUT, CommandFailed, OutputFailed
 from oobleck.host.display import inline
 from oobleck.host.ipc.endpoint import Endpoint
 from oobleck.proto import control_pb2 as pb
@@ -92,12 +92,11 @@ def _follow(connection: MasterClient, job_id: str) -> int:
     try:
         state, why = follow(connection, job_id, sys.stdout)
     except KeyboardInterrupt:
-        click.echo(
-            f"oobleck: {job_id} continues; watch it with 'oobleck status {job_id} --watch', end it "
-            f"with 'oobleck cancel {job_id}'",
-            err=True,
-        )
-        return 130
+        raise CommandFailed(
+            f"{job_id} continues; watch it with 'oobleck status {job_id} --watch', end it with "
+            f"'oobleck cancel {job_id}'",
+            INTERRUPTED,
+        ) from None
     if state == "succeeded":
         return 0
     raise CommandFailed(f"{job_id} {state}" + (f": {why}" if why else ""), FAILED)
@@ -165,8 +164,10 @@ def _save(connection: MasterClient, job_id: str) -> None:
     try:
         if state not in _TRAINS:
             raise CommandFailed(f"{job_id} is {state} and cannot take one", FAILED)
-        take(connection, job_id)
+        take(connection, job_id, f"{job_id} is not cancelled; ")
     except CommandFailed as error:
+        if error.exit_code == INTERRUPTED:
+            raise
         text = f"no checkpoint: {error.format_message()}; {job_id} is not cancelled; leave"
         raise CommandFailed(
             f"{text} out --checkpoint to cancel it without one", error.exit_code

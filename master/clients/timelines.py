@@ -207,8 +207,9 @@ def round_trip(asked_ns: int, read_ns: int, heard_ns: int) -> Clock:
 
 def _training(job: Job) -> Plan:
     """Return the plan that the job trains by. Raises NoTimeline."""
-    if job.state in ENDED or job.current.made is None or job.state != "running":
-        raise NoTimeline(f"job {job.id} is {job.state}; a timeline is of one that is running")
+    if job.current.made is None or job.state != "running":
+        now = f"has ended ({job.state})" if job.state in ENDED else f"is {job.state}"
+        raise NoTimeline(f"job {job.id} {now}; a timeline is of one that is running")
     return job.current.made.plan
 
 

@@ -6,8 +6,11 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
+
+import pytest
 
 from oobleck.proto import control_pb2 as pb
 from support.commands import refused, run
@@ -243,3 +246,34 @@ def test_ctrl_c_leaves_the_drain_and_says_how_to_watch_and_undo_it(tmp_path: Pat
         "oobleck: the drain of n1, n2 goes on; watch it with 'oobleck nodes --watch', undo it with "
         "'oobleck node undrain n1 n2'\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("line", "begin"),
+    [(("checkpoint", "demo-1"), ""), (("cancel", "demo-1", "--checkpoint"), "is not cancelled; ")],
+    ids=["checkpoint", "cancel"],
+)
+def test_ctrl_c_leaves_the_checkpoint_and_says_so(line: tuple[str, ...], begin: str) -> None:
+    asked, over = threading.Event(), threading.Event()
+
+    def events(request: object) -> Iterator[pb.EventRecord]:
+        asked.set()
+        over.wait(240)
+        return iter(())
+
+    answers = {
+        "GetJob": lambda request: pb.JobStatus(job_id="demo-1", state="running"),
+        "SaveCheckpoint": lambda request: pb.SaveCheckpointReply(number=1),
+        "Events": events,
+    }
+    with answering(**answers) as address:
+        command = [sys.executable, "-m", "oobleck.cli.main", *line, "--master", address]
+        pipe = subprocess.PIPE
+        with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as process:
+            assert asked.wait(240)
+            process.send_signal(signal.SIGINT)
+            told = process.communicate(timeout=240)
+        over.set()
+    still = "demo-1 takes the checkpoint all the same; see 'oobleck checkpoint list demo-1'"
+    first = f"demo-1 {begin}" if begin else ""
+    assert (process.returncode, told) == (130, ("", f"oobleck: {first}{still}\n"))
