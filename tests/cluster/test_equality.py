@@ -25,13 +25,17 @@ from oobleck.core.job.file import parse_job
 from support.clusters import PATIENT, bring_into, make_whole
 from support.folders import TEXT
 from support.outputs import read_output
-from support.reference import ReferenceRun, assert_same_weights, train_reference
+from support.reference import (
+    LOSS_TOLERANCE,
+    ReferenceRun,
+    assert_same_steps,
+    assert_same_weights,
+    train_reference,
+)
 
 # Longer than any wait in vain, which ends with a report.
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
-#: Relative difference that another order of sums explains.
-LOSS_TOLERANCE = {"fp32": 1e-6, "fp64": 1e-12}
 WEIGHT_TOLERANCE = {"fp32": 1e-4, "fp64": 1e-10}
 
 
@@ -295,21 +299,13 @@ def test_training_is_the_same(
     assert len(returns) == (case.policy == "morph")
     assert all(case.every <= record["step"] < 16 for record in returns)
     expected = reference(precision, case.steps)
-    metrics = cluster.metrics(job_id)
-    assert [line["step"] for line in metrics] == list(range(1, case.steps + 1))
-    assert [line["samples_digest"] for line in metrics] == [
-        step.samples_digest for step in expected.steps
-    ]
-    tolerance = LOSS_TOLERANCE[precision]
-    assert [line["loss"] for line in metrics] == pytest.approx(
-        [step.loss for step in expected.steps], rel=tolerance, abs=0
-    )
+    assert_same_steps(cluster.metrics(job_id), expected.steps, precision)
     evaluations = read_lines(cluster.state_dir / "jobs" / job_id / "evaluations.jsonl")
     assert [(line["step"], line["samples"]) for line in evaluations] == [
         (step, 16) for step in range(10, case.steps + 1, 10)
     ]
     assert [line["loss"] for line in evaluations] == pytest.approx(
-        list(expected.evaluations.values()), rel=tolerance, abs=0
+        list(expected.evaluations.values()), rel=LOSS_TOLERANCE[precision], abs=0
     )
     assert_same_weights(
         read_output(output),
@@ -343,11 +339,7 @@ def test_more_nodes_at_once_than_a_plan_can_lose_cost_steps_and_no_more(
     lost = [event["node"] for event in cluster.events(job_id, "node_lost") if event["in_plan"]]
     assert sorted(lost) == sorted(victims)
     expected = reference("fp64", steps)
-    metrics = cluster.metrics(job_id)
-    assert [line["step"] for line in metrics] == list(range(1, steps + 1))
-    assert [line["loss"] for line in metrics] == pytest.approx(
-        [step.loss for step in expected.steps], rel=LOSS_TOLERANCE["fp64"], abs=0
-    )
+    assert_same_steps(cluster.metrics(job_id), expected.steps, "fp64")
     assert_same_weights(read_output(output), expected.weights, rtol=WEIGHT_TOLERANCE["fp64"])
 
 
@@ -363,13 +355,7 @@ def test_a_loss_while_a_plan_is_prepared_changes_nothing(cluster: LocalCluster) 
     assert [n for record in told for n in record["nodes_lost"]] == ["n4", "n2"]
     assert all("superseded_by" in record for record in told if record["to_generation"] == 3)
     expected = reference("fp64", steps)
-    metrics = cluster.metrics(job_id)
-    assert [line["samples_digest"] for line in metrics] == [
-        step.samples_digest for step in expected.steps
-    ]
-    assert [line["loss"] for line in metrics] == pytest.approx(
-        [step.loss for step in expected.steps], rel=LOSS_TOLERANCE["fp64"], abs=0
-    )
+    assert_same_steps(cluster.metrics(job_id), expected.steps, "fp64")
 
 
 #: Of a processor; slow workers have much less.
@@ -414,10 +400,4 @@ def test_losses_beside_slow_workers_change_nothing(cluster: LocalCluster) -> Non
     metrics = cluster.metrics(job_id)
     job["training"] |= {"steps": len(metrics)}  # type: ignore[operator]
     expected = train_reference(parse_job(json.dumps(job)))
-    assert [line["step"] for line in metrics] == list(range(1, len(metrics) + 1))
-    assert [line["samples_digest"] for line in metrics] == [
-        step.samples_digest for step in expected.steps
-    ]
-    assert [line["loss"] for line in metrics] == pytest.approx(
-        [step.loss for step in expected.steps], rel=LOSS_TOLERANCE["fp64"], abs=0
-    )
+    assert_same_steps(metrics, expected.steps, "fp64")

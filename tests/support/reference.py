@@ -9,8 +9,9 @@ and results can be pickled, in a process of its own.
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,6 +28,9 @@ from oobleck.worker.models.base import Layer
 from oobleck.worker.models.registry import build_layer, initialise_parameters
 from oobleck.worker.runtime.random import RowKeys
 from support.float8 import emulate
+
+#: Relative difference of losses that another order of sums explains.
+LOSS_TOLERANCE = {"fp32": 1e-6, "fp64": 1e-12}
 
 
 def loss(logits: Tensor, targets: Tensor) -> Tensor:
@@ -239,6 +243,19 @@ def train_reference(job: JobSpec, device_name: str = "cpu") -> ReferenceRun:
         name: parameter.detach().cpu().numpy().copy() for name, parameter in model.weights().items()
     }
     return ReferenceRun(steps=records, evaluations=evaluations, weights=weights)
+
+
+def assert_same_steps(
+    metrics: Sequence[Mapping[str, Any]], expected: Sequence[ReferenceStep], precision: str
+) -> float:
+    """Check that lines of metrics.jsonl have these steps, samples and losses; return the greatest
+    relative difference of a loss."""
+    assert [(line["step"], line["samples_digest"]) for line in metrics] == [
+        (step.step, step.samples_digest) for step in expected
+    ]
+    off = [abs(line["loss"] / step.loss - 1) for line, step in zip(metrics, expected, strict=True)]
+    assert all(each <= LOSS_TOLERANCE[precision] for each in off), off
+    return max(off)
 
 
 def assert_same_weights(
