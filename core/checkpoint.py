@@ -2,8 +2,8 @@
 
 A checkpoint is a folder `step-SSSSSSSSS-XXXXXXXX` with one file per layer and a manifest, which is
 written last: a folder without a manifest is no checkpoint. The second part of the name
-distinguishes attempts at the same step. So a late writer of an earlier attempt cannot touch files
-that others have published since.
+distinguishes attempts at the same step, so a late writer of an earlier attempt cannot touch the
+files of a later one.
 
 Pure: no files. `oobleck.host.storage.checkpoints` reads and removes checkpoints, workers write
 them.
@@ -27,7 +27,7 @@ RECORDS = "records.jsonl"
 FORMAT = 1
 
 _NAME = re.compile(r"step-([0-9]{9,10})-[0-9a-f]{8}")
-#: Most bytes of a manifest; one of the most layers and the longest config has a tenth of it.
+#: Most bytes of a manifest; that of the deepest model with the longest config has a tenth of it.
 MOST_MANIFEST_BYTES = 4 << 20
 #: Most bytes of a file of records, and most lines: as many as agents keep. A line has some 300
 #: bytes.
@@ -105,7 +105,8 @@ class Manifest:
     training: TrainingSpec
     #: Fingerprint of the data, hexadecimal.
     data: str
-    #: Fingerprint of the initial weights, where a part of the model is only there; else empty.
+    #: Fingerprint of the initial weights, where checkpoints lack a part of the model (frozen
+    #: weights); else empty.
     base: str = ""
     #: Count of steps that skipped a parameter for lack of a gradient, by `LAYER.NAME`, without
     #: zeros.
@@ -147,8 +148,8 @@ def folder_name(step: int, meeting: str) -> str:
 
 def step_of(name: str) -> int | None:
     """Return the step in a folder's name; None: it is not a checkpoint's."""
-    found = _NAME.fullmatch(name)
-    return int(found[1]) if found else None
+    match = _NAME.fullmatch(name)
+    return int(match[1]) if match else None
 
 
 def layer_file(layer: int) -> str:
@@ -156,8 +157,8 @@ def layer_file(layer: int) -> str:
 
 
 def part_file(rank: int) -> str:
-    """Return the name of the file in which the writer of that rank lists its files, for the
-    publisher of the checkpoint."""
+    """Return the name of the file in which the writer of that rank lists its layer files; rank 0
+    makes the manifest from these lists."""
     return f"part-{rank:05}.json"
 
 
@@ -217,17 +218,15 @@ def why_not_begin(
 
 
 def misfit(manifest: Manifest, job: JobSpec, data: str, base: str = "") -> str:
-    """Return the first key in which a checkpoint is of another training than `job`'s; empty: it
-    fits.
+    """Return the first difference that keeps `job` from resuming the checkpoint; empty: it can.
 
     Learning rate, schedule and the number of steps may change between two runs. The contents of the
-    state may not, nor the settings that decide which samples it has seen (seed, global batch,
-    data). `data`: fingerprint of the data that the job reads, hexadecimal. `base`: fingerprint of
-    the initial weights, where a part of the model is only there.
+    state may not, nor the settings that decide which samples were used (seed, global batch, data).
+    `data`, `base`: fingerprints of the job's data and initial weights, as in `Manifest`.
     """
-    for key, there, here in _compared(manifest, job):
-        if there != here:
-            return f"{key} is {_shown(there)} there and {_shown(here)} here"
+    for key, saved, wanted in _compared(manifest, job):
+        if saved != wanted:
+            return f"{key} is {_shown(saved)} there and {_shown(wanted)} here"
     if manifest.data != data:
         return (
             "its data are other ones (files, tokenizer, separator, or evaluation.fraction, which "
@@ -243,11 +242,11 @@ def misfit(manifest: Manifest, job: JobSpec, data: str, base: str = "") -> str:
 
 
 def _compared(manifest: Manifest, job: JobSpec) -> list[tuple[str, object, object]]:
-    there, here = (msgspec.to_builtins(model) for model in (manifest.model, job.model))
+    saved, wanted = (msgspec.to_builtins(model) for model in (manifest.model, job.model))
     pairs: list[tuple[str, object, object]] = [("model", manifest.model.family, job.model.family)]
     pairs += [
-        (f"model.{key}", there.get(key), here.get(key))
-        for key in here
+        (f"model.{key}", saved.get(key), wanted.get(key))
+        for key in wanted
         if key not in _FREE_MODEL_KEYS
     ]
     pairs.append(("the number of layers", manifest.model.layer_count, job.model.layer_count))

@@ -1,4 +1,4 @@
-"""JSON text of the planner's types and back; checked against the types on the way in."""
+"""JSON text of dataclasses and Structs, and back; decoding checks the types."""
 
 from typing import Any, TypeVar
 

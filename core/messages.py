@@ -304,7 +304,8 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     skipped: bool = False
     #: Count of skipped steps up to this one, kept by the master and not by workers.
     skipped_steps: int = 0
-    #: Only node that reported it; empty: several did, with equal records. Set by the master.
+    #: Node whose report alone the record rests on; empty: several nodes sent equal records. Set by
+    #: the master.
     told_by: str = ""
 
 

@@ -1,4 +1,5 @@
-"""Orders to a doctor's process, its answers and its findings, as data that the master forwards.
+"""Orders to the process of `oobleck doctor` on a node, its answers and findings, as data that the
+master forwards.
 
 Must not know how a host is examined, nor the conclusions.
 """
@@ -52,7 +53,7 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class About(msgspec.Struct, frozen=True, kw_only=True):
-    """Facts that a host's daemon knows of it, against which the examination compares."""
+    """Facts that a host's daemon knows of it; the examination checks them against the host."""
 
     #: Address by which other nodes reach its workers; empty: unknown.
     address: str = ""

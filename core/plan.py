@@ -185,11 +185,11 @@ class Plan:
                 raise ValueError("the listing's room is not that of the workers")
 
     def having(self, **times: Unpack[_Times]) -> "Plan":
-        """Return the plan with these values. Its holds and routes stay: they are not checked again,
-        which takes milliseconds for a thousand nodes, and neither is anything computed again that
-        follows from them. Raises ValueError."""
+        """Return the plan with these values and its own holds and routes. Checks and cached values
+        of these are not repeated: they take milliseconds for a thousand nodes. Raises
+        ValueError."""
         made = object.__new__(Plan)
-        # At once: another thread may compute something of this plan meanwhile.
+        # One `update`, which is atomic: another thread may fill this plan's caches meanwhile.
         vars(made).update(vars(self), **times)
         for name in _OF_TIMES:
             vars(made).pop(name, None)
@@ -246,9 +246,9 @@ class Plan:
 
     @cached_property
     def pipelines(self) -> tuple[Pipeline, ...]:
-        """The routes as pipelines; those of a plan of templates are the ones that it is made of."""
+        """The routes as pipelines. A plan made of templates gets its own pipelines back."""
         holds = {(h.first_layer, h.last_layer, h.workers): h for h in self.holds}
-        found = []
+        pipelines = []
         for route in self.routes:
             stages = tuple(
                 holds.get((hop.first_layer, hop.last_layer, hop.workers))
@@ -256,10 +256,10 @@ class Plan:
                 for hop in route.hops
             )
             nodes = dict.fromkeys(stage.workers[0].node for stage in stages)
-            found.append(
+            pipelines.append(
                 Pipeline(nodes=tuple(nodes), stages=stages, microbatches=route.microbatches)
             )
-        return tuple(found)
+        return tuple(pipelines)
 
     @cached_property
     def nodes(self) -> tuple[NodeName, ...]:
@@ -267,7 +267,7 @@ class Plan:
 
     @cached_property
     def workers(self) -> tuple[WorkerId, ...]:
-        """Workers of the plan, all of them in rank order (sorted)."""
+        """All workers of the plan, in rank order (sorted)."""
         return tuple(sorted({worker for hold in self.holds for worker in hold.workers}))
 
     @cached_property
@@ -332,11 +332,11 @@ class Plan:
         for hold in self.holds:
             runs.setdefault(hold.layers, set()).add(hold.workers[0].node)
         cuts = sorted({0, self.layer_count, *(end for r in runs for end in (r.start, r.stop))})
-        found: list[frozenset[NodeName]] = []
+        by_layer: list[frozenset[NodeName]] = []
         for first, stop in pairwise(cuts):
             own = frozenset().union(*(nodes for run, nodes in runs.items() if first in run))
-            found += [own] * (stop - first)
-        return tuple(found)
+            by_layer += [own] * (stop - first)
+        return tuple(by_layer)
 
     @cached_property
     def _hash(self) -> int:

@@ -318,7 +318,7 @@ def parse_profile(text: str | bytes) -> Profile:
     except RecursionError:
         raise ValueError("not a valid profile: it is nested too deeply") from None
     except msgspec.ValidationError as error:
-        raise ValueError(f"not a valid profile: {_told(error)}") from error
+        raise ValueError(f"not a valid profile: {_refusal(error)}") from error
     except ValueError as error:
         raise ValueError(f"not a valid profile: it is not JSON text: {error}") from error
 
@@ -352,16 +352,16 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _told(error: msgspec.ValidationError) -> str:
+def _refusal(error: msgspec.ValidationError) -> str:
     """Return msgspec's error as a line: the path in the file, the problem and the fix."""
-    found = _AT.fullmatch(str(error))
-    assert found is not None, "everything matches"
-    path, problem = found["path"] or "", found["problem"]
+    match = _AT.fullmatch(str(error))
+    assert match is not None, "everything matches"
+    path, problem = match["path"] or "", match["problem"]
     if isinstance(error.__cause__, InvalidProfile):
         path, problem = f"{path}.{error.__cause__.field_path}", error.__cause__.problem
     elif missing := _MISSING.fullmatch(problem):
         path, problem = f"{path}.{missing[1]}", "is missing; add it"
-    elif found["key"]:
+    elif match["key"]:
         problem = "keys are numbers of GPUs, from 1"
     elif types := _MISTYPED.match(problem):
         wanted, given = (_WORDS.get(name, name) for name in types.groups())

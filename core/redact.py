@@ -1,7 +1,7 @@
 """Text without the secrets of its URLs, for all that is shown, logged or stored.
 
-A place such as `s3://KEY:SECRET@store/path` or `https://host/path?token=SECRET` must reach only the
-workers whole. Must not know where texts come from.
+Only workers may get a URL such as `s3://KEY:SECRET@store/path` or `https://host/path?token=SECRET`
+unredacted. Must not know where texts come from.
 """
 
 import re
@@ -16,7 +16,7 @@ _PORT = re.compile(r"[^:]*:[0-9]{1,5}")
 _VALUE = re.compile(r"([?&;#][^?=&;#]{0,100}=['\"]?)[^&;#'\"]+")
 #: A password with a space, at which a URL would otherwise end. A port is no password.
 _SPACED = re.compile(r"://[^\s/?#@:\[]{1,200}:(?!\d{1,5}\b)[^\s/?#@][^\n/?#@]{0,200}@")
-#: Schemes whose part before `@` names a container or a user and is no secret.
+#: Schemes whose part before `@` is a container or a user, not a secret.
 _NAMED = re.compile(r"(?:^|[^a-z0-9+.-])(?:abfss?|wasbs?|hdfs)$")
 _NAMED_CHARACTERS = 6
 #: Matched anywhere in a query's name; not in `max_tokens`, `tokenizer` or `design`.
@@ -72,8 +72,8 @@ def _redact_word(word: str) -> str:
 
 
 def _is_secret(name: str) -> bool:
-    """Return whether a query's parameter of this name is a secret; servers decode escapes in
-    names."""
+    """Return whether a query's parameter of this name is a secret. Escapes in the name are decoded
+    first, as servers do."""
     plain = unquote(name)
     words = {word.lower() for word in _WORD_OF_NAME.findall(plain)}
     whole = re.sub(r"[^a-z0-9]", "", plain.lower())

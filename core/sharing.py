@@ -9,8 +9,8 @@ after. This is fully sharded data parallelism inside one stage, as ZeRO-3 of Raj
 travel. With enough memory (`resident`) a worker does both once per step instead of once per
 micro-batch.
 
-Owns the numbers of workers that a profile offers, and the bytes of both ways. Must not know cuts or
-schedules.
+Owns the numbers of workers that a profile offers, and the bytes with and without resident weights.
+Must not know cuts or schedules.
 """
 
 from collections.abc import Sequence
@@ -67,7 +67,8 @@ def exchange_bytes(layers: Sequence[LayerProfile], gpus: int, *, resident: bool)
 
 
 def running_exchange_bytes(layers: Sequence[LayerProfile]) -> list[int]:
-    """Return the same for the first layer, the first two, and so on, where none is resident.
+    """Return `exchange_bytes` of the first layer, of the first two, and so on, with no layer
+    resident.
 
     The peak is in the backward of a layer. In memory are its weights and gradient, the arriving
     weights of the layer below, and the gradient of the layer above with the others' shares of it.
@@ -102,7 +103,7 @@ def _moving(layer: LayerProfile) -> tuple[int, int]:
 
 
 def _gathered(layer: LayerProfile) -> int:
-    """Return the bytes of the layer's gathered weights; where the profile lacks them, those of the
-    trained weights."""
-    said = layer.exchange_bytes - _GRADIENTS * layer.parameter_bytes
-    return said if said > 0 else layer.parameter_bytes
+    """Return the bytes of the layer's gathered weights. A profile without them gets the bytes of
+    the trained weights."""
+    gathered = layer.exchange_bytes - _GRADIENTS * layer.parameter_bytes
+    return gathered if gathered > 0 else layer.parameter_bytes

@@ -36,13 +36,13 @@ def comma_separated(names: Iterable[str]) -> str:
 
 def runs(layers: Iterable[int]) -> list[list[int]]:
     """Group layers into runs of consecutive ones."""
-    found: list[list[int]] = []
+    groups: list[list[int]] = []
     for layer in sorted(layers):
-        if found and found[-1][-1] == layer - 1:
-            found[-1].append(layer)
+        if groups and groups[-1][-1] == layer - 1:
+            groups[-1].append(layer)
         else:
-            found.append([layer])
-    return found
+            groups.append([layer])
+    return groups
 
 
 def head(text: str, most_bytes: int = MOST_REASON_BYTES) -> str:
@@ -84,7 +84,7 @@ def format_bytes(number: int) -> str:
 
 
 def enough_bytes(number: int) -> str:
-    """Format bytes rounded up, so that the shown size is enough."""
+    """Format bytes, rounded up, so that a limit set to the shown size is enough."""
     return _short(number, math.ceil)
 
 

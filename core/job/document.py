@@ -34,7 +34,8 @@ _SHOWN = 60
 
 @dataclass(slots=True)
 class Document:
-    """Tree of dicts, lists and scalars, and where each of them stands."""
+    """Tree of dicts, lists and scalars, and the place of each in the file or on the command
+    line."""
 
     tree: Any = None
     #: Such as `job.yaml:7` or `--set training.steps=5`, by path.
@@ -107,9 +108,9 @@ def read_document(text: str, source: str) -> Document:
         raise InvalidJob(f"{source}: not valid YAML: {reason}") from error
     if node is None:
         raise InvalidJob(f"{source}: it is empty; a job needs at least name, model, data, training")
-    found = Document()
-    found.tree = _Reader(source, found.places).convert(node, ())
-    return found
+    document = Document()
+    document.tree = _Reader(source, document.places).convert(node, ())
+    return document
 
 
 class _NoJob(yaml.MarkedYAMLError):
@@ -185,8 +186,8 @@ class _Reader:
 
 
 def _scalar(node: yaml.Node, place: str) -> Scalar:
-    """Return the value of a scalar. Unlike in YAML 1.1, `3e-4` is a number, and 010 and 1:30 are as
-    they read."""
+    """Return the value of a scalar. Unlike in YAML 1.1, `3e-4` is a number, 010 is ten and 1:30 is
+    a text."""
     text = str(node.value)
     plain = isinstance(node, yaml.ScalarNode) and node.style is None
     if plain and _INTEGER.fullmatch(text):

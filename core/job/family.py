@@ -147,12 +147,12 @@ def encode_config(config: Config) -> str:
 def decode_config(text: str) -> dict[str, Any]:
     """Decode a text of `encode_config`; raises ValueError."""
     try:
-        found = json.loads(text)
+        config = json.loads(text)
     except RecursionError as error:
         raise ValueError("config: it is nested too deeply") from error
-    if not isinstance(found, dict):
+    if not isinstance(config, dict):
         raise ValueError("config: it must be a mapping of keys to values")
-    return found
+    return config
 
 
 # ---- arithmetic of layers: parameters, FLOPs, and the numbers kept from forward to backward

@@ -2,7 +2,7 @@
 
 Owns the file's keys, and the errors about wrong ones. msgspec reads the types of
 `oobleck.core.job.spec` with their limits. Its errors become one line with the place and the fix.
-Paths are kept as they stand; whoever reads the file knows what they are relative to.
+Paths are not resolved: the caller knows what they are relative to.
 """
 
 import dataclasses
@@ -53,7 +53,7 @@ def parse_job(
         file.override(entry)
     expand_model(file, read)
     job = _read(JobSpec, file, file.tree, ())
-    if job.checkpoint is not None and (why := job.checkpoint.why_untold()):
+    if job.checkpoint is not None and (why := job.checkpoint.why_not_reportable()):
         place = file.place(("checkpoint", "path"))
         raise InvalidJob(f"{place}: checkpoint.path: {why}; name another place")
     return job
@@ -62,7 +62,7 @@ def parse_job(
 def format_job(job: JobSpec, *, defaults: bool = True) -> str:
     """Return `job` as normalised JSON that `parse_job` reads back equal.
 
-    `defaults`: with every key written out; else without those that are as by default, which another
+    `defaults`: write every key. Otherwise leave out keys with their default value, which another
     release may not know.
     """
     tree = msgspec.to_builtins(job)
@@ -104,8 +104,8 @@ def inner(kind: inspect.Type) -> inspect.Type:
     """Return the type of a value that may also be null, if there is only one."""
     if not isinstance(kind, inspect.UnionType):
         return kind
-    found = [one for one in kind.types if not isinstance(one, inspect.NoneType)]
-    return found[0] if len(found) == 1 else kind
+    kinds = [member for member in kind.types if not isinstance(member, inspect.NoneType)]
+    return kinds[0] if len(kinds) == 1 else kind
 
 
 def is_section(field: inspect.Field) -> bool:
@@ -136,7 +136,7 @@ def _mistaken(file: Document, path: Path, wanted: str, content: object) -> Inval
 
 
 def _tree(kind: type, file: Document, content: object, path: Path) -> dict[str, object]:
-    """Return a section as msgspec reads it, after its keys were found to be known."""
+    """Return a section as msgspec reads it. Raises InvalidJob at an unknown key."""
     if not isinstance(content, dict):
         raise _mistaken(file, path, _MAPPING, content)
     fields, tree = fields_of(kind), {}
@@ -153,7 +153,8 @@ def _tree(kind: type, file: Document, content: object, path: Path) -> dict[str, 
 
 
 def _part(field: inspect.Field, file: Document, content: object, path: Path) -> object:
-    """Return the value of a key as msgspec reads it; the file has shorter forms of some."""
+    """Return the value of a key as msgspec reads it; expands the short forms that the file
+    allows."""
     match inner(field.type):
         case inspect.CustomType():
             own = isinstance(content, dict) and any(key in content for key in OWN_KEYS)
@@ -175,7 +176,7 @@ def _part(field: inspect.Field, file: Document, content: object, path: Path) -> 
 
 
 def _json(file: Document, content: object, path: Path) -> str:
-    """Return a mapping as its JSON text, which may stand in its place."""
+    """Return a mapping, or the JSON text of one, as JSON text."""
     if isinstance(content, str):
         try:
             if isinstance(json.loads(content or "{}"), dict):
@@ -190,7 +191,7 @@ def _json(file: Document, content: object, path: Path) -> str:
 def _refusal(
     error: msgspec.ValidationError, kind: type, file: Document, content: Any, path: Path
 ) -> InvalidJob:
-    """Return msgspec's error about a section with the place in the file, and the fix."""
+    """Return msgspec's error about a section as one line with the place in the file and the fix."""
     text = str(error)
     own = str(error.__cause__) if error.__cause__ is not None else None
     at = text.rpartition(" - at `$")[2].removesuffix("`") if text != own else ""
@@ -216,7 +217,8 @@ def _refusal(
 
 
 def _named(message: str, file: Document, content: object, path: Path) -> InvalidJob:
-    """Return the error of a section's own checks at the key that its message begins with."""
+    """Place the error of a section's own checks (`__post_init__`) at the key that begins its
+    message."""
     guilty = "name" if message.startswith("job name") else message.partition(":")[0]
     key = FILE_KEYS.get(guilty, guilty)
     path = _find(content, key, path) or path
@@ -236,7 +238,7 @@ def _find(content: object, key: str, path: Path) -> Path | None:
 
 
 def _expected(kind: inspect.Type) -> str:
-    """Return what a type takes, as an error says it."""
+    """Describe the values of a type, for an error message."""
     match inner(kind):
         case inspect.IntType() as number:
             return _within("an integer", number)
@@ -273,7 +275,7 @@ def _within(what: str, number: inspect.IntType | inspect.FloatType) -> str:
 
 
 def _fix(wanted: inspect.Type, content: object, path: str) -> str:
-    """Return what else an error says about a value."""
+    """Return the hint that ends an error about a value; empty: there is none."""
     wanted = inner(wanted)
     if path == "training.optimizer.name":
         return "; for another one name its class, as python: torch.optim:Adam, instead of name"
@@ -299,7 +301,7 @@ _OTHER_WORDS = {
     "max_steps": "steps",
     "num_workers": "workers",
 }
-#: Keys that only programs write.
+#: Keys that programs add, never users; hints leave them out.
 _MADE = ("described",)
 
 
@@ -315,7 +317,7 @@ def _hint(key: str, kind: type, fields: Iterable[str], path: str) -> str:
     if kind is ModelSpec and key in fields_of(OwnModelSpec):
         return f"it goes with one of {', '.join(OWN_KEYS)}; add that"
     places = sorted(_places(JobSpec, key, ""))
-    if places := [one for one in places if one.startswith(f"{path}.")] or places:
+    if places := [place for place in places if place.startswith(f"{path}.")] or places:
         return f"it goes into {' or '.join(places)}"
     more = "; put arguments of your function into arguments" if kind is OwnModelSpec else ""
     return f"known keys: {', '.join(known)}{more}"
@@ -363,7 +365,7 @@ def job_schema() -> Schema:
 
 
 def _models(_: type) -> Schema:
-    """Return the schema of a model; a user's model is told by a key that no other has."""
+    """Return the schema of a model; a key that only users' models have selects the schema."""
     own = [{"required": [key]} for key in OWN_KEYS]
     then, otherwise = ({"$ref": _REF.format(name=k.__name__)} for k in (OwnModelSpec, ModelSpec))
     return {"if": {"anyOf": own}, "then": then, "else": otherwise}

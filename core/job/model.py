@@ -23,7 +23,7 @@ RowLength = Annotated[int, Meta(ge=1, le=1 << 22)]
 Vocabulary = Annotated[int, Meta(ge=2, le=1 << 24)]
 #: Layers of a model at most.
 MOST_LAYERS = 514
-#: Keys that no model has but one of the user's.
+#: Keys that only a user's model has.
 OWN_KEYS = ("plugin", "python", "architecture")
 #: Name suffixes of transformers' classes that take images.
 _IMAGES = ("ForImageClassification", "ForImageClassificationLearned")
@@ -109,7 +109,8 @@ class AnyModel:
 
     @property
     def rests_on_files(self) -> bool:
-        """True where part of the model is only in the initial weights and in no checkpoint."""
+        """True where checkpoints lack a part of the model, which is in the initial weights
+        alone."""
         return False
 
     @property
@@ -313,8 +314,8 @@ class OwnModelSpec(AnyModel):
                 "sequence_length": self.sequence_length,
                 "lora": None if self.lora is None else asdict(self.lora),
             }
-            told = Json(json.dumps(arguments))
-            return Code(name=_TRANSFORMERS, group=None, path=None, arguments=told, ours=True)
+            text = Json(json.dumps(arguments))
+            return Code(name=_TRANSFORMERS, group=None, path=None, arguments=text, ours=True)
         name = self.plugin or self.python
         assert name is not None, "it was checked"
         group = "oobleck.models" if self.plugin else None

@@ -192,14 +192,14 @@ class _Model:
         if self._read is None:
             raise self._wrong(name, f"{path} cannot be read here; give the config's keys")
         try:
-            found = json.loads(self._read(path))
+            tree = json.loads(self._read(path))
         except InvalidJob as error:
             raise self._wrong(name, str(error)) from error
         except (ValueError, RecursionError) as error:
             raise self._wrong(name, f"{path} is not valid JSON: {error}") from error
-        if not isinstance(found, dict):
+        if not isinstance(tree, dict):
             raise self._wrong(name, f"{path} must hold one JSON object with a config's keys")
-        return f"model.{name}: {path}", found
+        return f"model.{name}: {path}", tree
 
     def _kind(self, preset: Preset | None, config: Mapping[str, Any] | None) -> str:
         given = self._text("kind")

@@ -83,10 +83,10 @@ class OptimizerSpec:
     #: None after construction where the job names a class.
     name: Literal["adamw", "sgd"] | None = None
     lr: Amount = 3.0e-4
-    #: Acts on matrices and embeddings; norms and biases are not decayed. AdamW 0.1, others 0.
+    #: Acts on matrices and embeddings, never on norms and biases. AdamW 0.1, others 0.
     weight_decay: Amount | None = None
-    #: Parameters that are not decayed either: patterns of what an output calls them, behind their
-    #: layer, such as "0.*" and "*.scale".
+    #: Further parameters without decay: patterns of their names in an output, layer first, such as
+    #: "0.*" and "*.scale".
     no_decay: tuple[str, ...] = ()
     #: AdamW: 0.9, 0.95 and 1e-8.
     beta1: Part | None = None
@@ -204,7 +204,7 @@ class ScheduleSpec:
     name: Literal["constant", "linear", "cosine"] = "constant"
     #: Steps before the first one at the full rate.
     warmup: NotNegative = 0
-    #: Rate that a fall would reach in the step after the last one.
+    #: Rate that a decay reaches one step after the last step.
     min_lr: Amount = 0.0
 
     def __post_init__(self) -> None:

@@ -51,7 +51,7 @@ class DataSpec:
     #: Path of a tokenizer.json for `text`; None: every byte is a token.
     tokenizer: str | None = None
     #: Separator after every document of `text`: a token of the tokenizer, or any text for bytes.
-    #: None: the tokenizer's usual one, nothing for bytes; empty: nothing.
+    #: None: the tokenizer's end-of-text token, and none for bytes. Empty: none.
     separator: str | None = None
     #: Field that holds the text in files of JSON lines.
     field: str = "text"
@@ -126,8 +126,8 @@ class TrainingSpec:
     pipeline_schedule: Literal["auto", Schedule] = "auto"
     #: Largest global gradient norm; None: no clipping.
     clip: Annotated[float, Meta(gt=0)] | None = 1.0
-    #: Steps in a row that nobody applied, since loss or gradients were not finite, after which the
-    #: job fails; None: it never does.
+    #: Consecutive steps skipped for a loss or gradients that are not finite, after which the job
+    #: fails; None: it never does.
     max_skipped_steps: Count | None = 100
 
     def __post_init__(self) -> None:
@@ -226,15 +226,15 @@ class CheckpointSpec:
     def __post_init__(self) -> None:
         check_place("path", self.path, "a directory or an fsspec URL")
 
-    def why_untold(self) -> str:
-        """Return why a checkpoint there cannot be reported to the master; empty: it can be.
+    def why_not_reportable(self) -> str:
+        """Return why the path of a checkpoint cannot be sent to the master; empty: it can.
 
-        Asked for new jobs only: a job that is in a journal is accepted whatever its path.
+        Called for new jobs only; jobs in a journal are accepted whatever their path.
         """
-        told = redact(self.path)
-        if not told.isprintable():
+        shown = redact(self.path)
+        if not shown.isprintable():
             return "has characters that a table cannot show, such as a no-break space"
-        if len(told) > MOST_PATH:
+        if len(shown) > MOST_PATH:
             return f"is longer than {MOST_PATH} characters where its secrets are hidden"
         return ""
 

@@ -109,7 +109,7 @@ class _Seen:
 
 def check_place(spec: CheckpointSpec) -> None:
     """Raise JobError if the place may not be reported, NodeError if this node cannot reach it."""
-    if why := spec.why_untold():
+    if why := spec.why_not_reportable():
         raise JobError(f"checkpoint.path: {why}; name another place")
     try:
         open_folder(spec.path)

@@ -61,7 +61,7 @@ def test_a_report_that_the_master_would_refuse_is_told_and_left_out(
 )
 def test_any_place_that_a_job_may_name_can_be_reported(path: str) -> None:
     spec = CheckpointSpec(path=path)
-    assert not spec.why_untold()
+    assert not spec.why_not_reportable()
     report = saved(f"{path}/{folder_name(999_999_999, 'meeting')}")
     assert sent(report) == [report]
 
