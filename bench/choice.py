@@ -99,7 +99,7 @@ def step_s(
     offer = Offer(
         costed={each.template.nodes: each for each in templates},
         equals={},
-        found={},
+        first_found={},
         replays=Replays(given, tied=True),
         profile=given,
     )

@@ -124,19 +124,19 @@ def read_assignment(message: pb.Assignment) -> Assignment:
 
 
 @lru_cache(maxsize=4)
-def _packed(told: Assign | Measure) -> bytes:
-    return pack(told)
+def _packed(wish: Assign | Measure) -> bytes:
+    return pack(wish)
 
 
 #: Newest job that was sent, and its text.
-_told: list[tuple[JobSpec, str]] = []
+_newest_job: list[tuple[JobSpec, str]] = []
 
 
 def _job_text(job: JobSpec) -> str:
     """Return the job's text, cached by identity: parts of a job need not have a hash."""
-    if not _told or _told[0][0] is not job:
-        _told[:] = [(job, format_job(job, defaults=False))]
-    return _told[0][1]
+    if not _newest_job or _newest_job[0][0] is not job:
+        _newest_job[:] = [(job, format_job(job, defaults=False))]
+    return _newest_job[0][1]
 
 
 @lru_cache(maxsize=4)

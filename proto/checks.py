@@ -29,8 +29,10 @@ M = TypeVar("M", bound=Message)
 def _shared(kind: type[msgspec.Struct], message: Descriptor) -> Iterable[tuple[str, bool]]:
     """Return the names of shared fields, and whether the message can lack the field."""
     both = [name for name in kind.__struct_fields__ if name in message.fields_by_name]
-    found = [message.fields_by_name[name] for name in both]
-    return tuple((field.name, field.has_presence) for field in found if field.message_type is None)
+    descriptors = [message.fields_by_name[name] for name in both]
+    return tuple(
+        (field.name, field.has_presence) for field in descriptors if field.message_type is None
+    )
 
 
 def message_of(kind: type[M], value: msgspec.Struct, **others: Any) -> M:
@@ -43,11 +45,11 @@ def message_of(kind: type[M], value: msgspec.Struct, **others: Any) -> M:
 def struct_of(kind: type[S], message: Message, **others: Any) -> S:
     """Convert a message to a Struct. `others`: fields that are not plain copies of those of
     `message`."""
-    found = {
+    copies = {
         name: None if may_lack and not message.HasField(name) else getattr(message, name)
         for name, may_lack in _shared(kind, message.DESCRIPTOR)
     }
-    return kind(**{**found, **others})
+    return kind(**{**copies, **others})
 
 
 _INCARNATION = re.compile(r"[0-9a-f]{4,64}")

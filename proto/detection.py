@@ -29,11 +29,13 @@ def welcome_message(
 
 def read_welcome(message: pb.Welcome) -> tuple[Detection, int, Head | None]:
     """Return the time-outs, the protocol, and the master's head. Raises ValueError."""
-    told, protocol = message.detection, message.protocol
+    timeouts, protocol = message.detection, message.protocol
     if not OLDEST <= protocol <= NEWEST:
         ours = span(OLDEST, NEWEST)
         raise ValueError(f"protocol: {protocol} was chosen, where this agent speaks {ours}")
-    detection = Detection(**{field.name: getattr(told, field.name) for field in fields(Detection)})
+    detection = Detection(
+        **{field.name: getattr(timeouts, field.name) for field in fields(Detection)}
+    )
     return detection, protocol, head_of(message)
 
 

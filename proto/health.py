@@ -47,8 +47,8 @@ def health_handler(probes: Probes) -> "grpc.GenericRpcHandler[Any, Any]":
 
     async def check(request: HealthCheckRequest, context: Any) -> HealthCheckResponse:
         if (probe := probes.get(request.service)) is None:
-            told = f"no such service; ask for {' or '.join(map(repr, probes))}"
-            await context.abort(grpc.StatusCode.NOT_FOUND, told)
+            details = f"no such service; ask for {' or '.join(map(repr, probes))}"
+            await context.abort(grpc.StatusCode.NOT_FOUND, details)
         serving = probe is not None and probe()
         return HealthCheckResponse(
             status=HealthCheckResponse.SERVING if serving else HealthCheckResponse.NOT_SERVING

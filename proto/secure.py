@@ -61,8 +61,8 @@ class Channels:
         if not name:
             return open_channel(endpoint, self._options)
         with self._lock:
-            found = self._shared.get((endpoint, name))
-            channel, users = found or (open_channel(endpoint, self._options), 0)
+            shared = self._shared.get((endpoint, name))
+            channel, users = shared or (open_channel(endpoint, self._options), 0)
             self._shared[endpoint, name] = channel, users + 1
             return channel
 

@@ -127,8 +127,8 @@ def read_register(message: pb.Register, incarnation: str) -> Registration:
         except ValueError as error:
             if spoken is None and message.node:
                 # An older or newer release, which this one need not understand.
-                told = refusal(check_name(message.node, "node"), oldest, newest)
-                raise ValueError(told) from error
+                reason = refusal(check_name(message.node, "node"), oldest, newest)
+                raise ValueError(reason) from error
             raise
         if spoken is None:
             # It is refused, and the rest of the message may be unreadable.

@@ -364,16 +364,16 @@ def _search(
         try:
             setting = case.setting(point)
         except CommandFailed as refused:
-            return Tried(point=point, value=NOTHING, told={}, refused=str(refused))
+            return Tried(point=point, value=NOTHING, figures={}, refused=str(refused))
         result = replay(setting, policy, lambda at: tell("search", at))
         told = result.data(price, node_seconds(setting))
         value = told[objective]
         if value is None:
-            return Tried(point=point, value=NOTHING, told={}, refused="no sample")
+            return Tried(point=point, value=NOTHING, figures={}, refused="no sample")
         return Tried(
             point=point,
             value=value if price is None else -value,
-            told={name: told[name] for name in (*_SEARCHED, objective) if name in told},
+            figures={name: told[name] for name in (*_SEARCHED, objective) if name in told},
         )
 
     try:

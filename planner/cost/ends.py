@@ -1,6 +1,6 @@
 """The end of a step: gradient sums, vote and update, from when each worker or stage finishes.
 
-`plan_end_s` goes worker by worker and takes any plan. The other way goes by kinds of pipelines, for
+`plan_end_s` computes it worker by worker, for any plan; `step_end_s` once per kind of pipeline, for
 plans whose workers run every layer that they hold. Must not know how routes compute.
 """
 
@@ -60,7 +60,7 @@ def _shadows(plan: Plan, worker: WorkerId) -> set[int]:
 
 
 def _updates_s(plan: Plan, profile: Profile) -> dict[WorkerId, float]:
-    found = dict.fromkeys(plan.workers, 0.0)
+    update_s = dict.fromkeys(plan.workers, 0.0)
     known: dict[tuple[int, int, int], float] = {}
     for hold in plan.holds:
         width = len(hold.workers)
@@ -69,8 +69,8 @@ def _updates_s(plan: Plan, profile: Profile) -> dict[WorkerId, float]:
             updates = (profile.layers[layer].update_s for layer in hold.layers)
             known[kind] = sum(each.get(width, 0.0) for each in updates)
         for worker in hold.workers:
-            found[worker] += known[kind] / plan.rate((worker,))
-    return found
+            update_s[worker] += known[kind] / plan.rate((worker,))
+    return update_s
 
 
 # ---- The end of a step: gradient sums, vote and update, after each stage's compute.

@@ -146,12 +146,12 @@ class Replays:
     def __init__(self, profile: Profile, *, tied: Ties) -> None:
         self.profile, self._tied = profile, tied
         self._computed: dict[Question, Ends] = {}
-        #: Of short pipelines, from which those of longer ones follow.
+        #: End times of short pipelines; those of longer ones are extrapolated from them.
         self._replayed: dict[Question, Ends] = {}
         self._cuts: dict[tuple[Place, ...], Cut] = {}
         #: By places, and whether each stage is resident.
         self._costs: dict[tuple[tuple[Place, ...], tuple[bool, ...]], StageCosts] = {}
-        #: Of plans that are counted.
+        #: For `counted`: one pipeline of each kind.
         self._alone: dict[Pipeline, Alike] = {}
         self._ends: dict[tuple[Schedule, tuple[tuple[Kind, int], ...]], float] = {}
 
@@ -183,8 +183,8 @@ class Replays:
     def counted(
         self, plans: Sequence[Mapping[Pipeline, int]], schedules: Sequence[Schedule]
     ) -> list[dict[Schedule, StepEstimate]]:
-        """Estimate likewise plans of which only one pipeline of each kind is made, with the number
-        of its kind. They have no shadows and no slow workers."""
+        """Estimate plans that are given as one pipeline of each kind and the number of such
+        pipelines. They have no shadows and no slow workers."""
         kinds = [self.counted_kinds(plan) for plan in plans]
         self._replay([(s, each.kind) for some in kinds for each in some for s in schedules])
         return [
@@ -193,15 +193,16 @@ class Replays:
         ]
 
     def counted_kinds(self, plan: Mapping[Pipeline, int]) -> list[Alike]:
-        """Return the kinds of such a plan's pipelines; raises ValueError, as `stage_cost`."""
-        found, first = [], 0
+        """Return the kinds of the pipelines of a plan as in `counted`; raises ValueError, as
+        `stage_cost`."""
+        kinds, first = [], 0
         for pipeline, number in plan.items():
             numbers = tuple(range(first, first + number))
             if pipeline not in self._alone:
                 self._alone[pipeline] = self._alike(pipeline, places_of(pipeline), (0,))
-            found.append(self._alone[pipeline]._replace(numbers=numbers))
+            kinds.append(self._alone[pipeline]._replace(numbers=numbers))
             first += number
-        return found
+        return kinds
 
     def ends_s(self, schedule: Schedule, microbatches: int, cut: Cut) -> Ends:
         """Return when each stage of so many micro-batches through `cut` finishes its compute."""
@@ -237,7 +238,8 @@ class Replays:
     def _estimate(
         self, kinds: Sequence[Alike], schedule: Schedule, replicas: int, plan: Plan | None = None
     ) -> StepEstimate:
-        """Estimate a step of pipelines of these kinds; `plan` is theirs, if it may have shadows."""
+        """Estimate a step of pipelines of these kinds. `plan`: the plan that they are of; None: it
+        has no shadows."""
         shadows = {} if plan is None else shadow_bytes(plan, self.profile)
         estimates = [
             KindEstimate(
@@ -261,7 +263,7 @@ class Replays:
         return StepEstimate(schedule=schedule, step_s=step_s, kinds=tuple(estimates))
 
     def _replay(self, questions: Sequence[Question]) -> None:
-        # Pipelines of other nodes add nothing that is computed.
+        # Pipelines of other nodes share cached kinds, so only new kinds fill the cache.
         if max(len(self._computed), len(self._alone)) > _MOST_KEPT:
             kept: tuple[dict[Any, Any], ...] = (self._computed, self._replayed, self._cuts)
             for each in (*kept, self._ends, self._costs, self._alone):
@@ -317,24 +319,24 @@ def computing_by_layer_s(plan: Plan, profile: Profile) -> Mapping[WorkerId, Mapp
     """Return the seconds of forward and backward that each layer takes each worker in a step.
     Workers' own measurements are compared with it.
 
-    Workers are in rank order; those that only hold layers have none. Where several share a layer,
-    each has the rows of a micro-batch that are its own. Rates are not counted.
-    Raises ValueError, as `stage_cost`.
+    Workers are in rank order; those that only hold layers have no entries. Workers that share a
+    layer count their own rows of a micro-batch. Rates of slow workers are left out. Raises
+    ValueError, as `stage_cost`.
     """
     known: dict[tuple[int, int], float] = {}
-    found: dict[WorkerId, dict[int, float]] = {worker: {} for worker in plan.workers}
+    by_worker: dict[WorkerId, dict[int, float]] = {worker: {} for worker in plan.workers}
     for route in plan.routes:
         for hop in route.hops:
             parts = len(hop.workers)
             for part, worker in enumerate(hop.workers):
                 rows = Share(part, part + 1, parts).of_rows(profile.microbatch)
                 share = route.microbatches * len(rows) * parts / profile.microbatch
-                own = found[worker]
+                own = by_worker[worker]
                 for layer in hop.layers if rows else ():
                     if (layer, parts) not in known:
                         known[layer, parts] = _layer_s(profile, layer, parts)
                     own[layer] = own.get(layer, 0.0) + share * known[layer, parts]
-    return found
+    return by_worker
 
 
 def _layer_s(profile: Profile, layer: int, gpus: int) -> float:
@@ -357,20 +359,20 @@ def worker_peak_bytes(
 ) -> dict[WorkerId, int]:
     """Return the peak memory of every worker, in the order of the plan, under its schedule. The
     estimate assumes at least `least_replicas` replicas of each layer."""
-    found = dict.fromkeys(plan.workers, 0)
+    by_worker = dict.fromkeys(plan.workers, 0)
     for numbers, peaks in _peaks(plan, profile, max(least_replicas, replicas(plan))):
         for number in numbers:
             for stage, peak in zip(plan.pipelines[number].stages, peaks, strict=True):
                 for worker in stage.workers:
-                    found[worker] = peak
+                    by_worker[worker] = peak
     for worker, taken in shadow_bytes(plan, profile).items():
-        found[worker] += taken
-    return found
+        by_worker[worker] += taken
+    return by_worker
 
 
 def shadow_bytes(plan: Plan, profile: Profile) -> dict[WorkerId, int]:
     """Return the bytes that workers need for layers that they hold without running them."""
-    found: dict[WorkerId, int] = {}
+    needed: dict[WorkerId, int] = {}
     shadows = plan.shadows
     for hold in plan.holds if shadows else ():
         for worker in hold.workers:
@@ -379,8 +381,8 @@ def shadow_bytes(plan: Plan, profile: Profile) -> dict[WorkerId, int]:
             idle = [layer for layer in hold.layers if layer in shadows[worker]]
             if idle:
                 taken = idle_bytes(profile, idle, len(hold.workers))
-                found[worker] = found.get(worker, 0) + taken
-    return found
+                needed[worker] = needed.get(worker, 0) + taken
+    return needed
 
 
 def with_shadow_bytes(

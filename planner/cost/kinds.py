@@ -113,7 +113,8 @@ def _as_profiled(workers: Iterable[WorkerId]) -> float:
 def places_of(
     pipeline: Pipeline, rate: Callable[[Iterable[WorkerId]], float] = _as_profiled
 ) -> tuple[Place, ...]:
-    """Return the places of a pipeline's stages. `rate` is that of workers that compute in step."""
+    """Return the places of a pipeline's stages. `rate` returns the rate of workers that compute in
+    step."""
     node = {name: number for number, name in enumerate(pipeline.nodes)}
     return tuple(
         Place(

@@ -89,7 +89,7 @@ def _bytes(
     plan: Plan, profile: Profile, schedule: Foreseen, kept: float = 1.0, least_replicas: int = 1
 ) -> dict[WorkerId, int]:
     held = _held_bytes(plan, profile, least_replicas)
-    found = {
+    needed = {
         worker: held[worker] + ceil(kept * schedule.peak_bytes.get(worker, 0))
         for worker in plan.workers
     }
@@ -100,8 +100,8 @@ def _bytes(
         for pipeline in kind.pipelines:
             for stage, peak in zip(pipeline.stages, own, strict=True):
                 for worker in stage.workers:
-                    found[worker] = peak + shadows.get(worker, 0)
-    return found
+                    needed[worker] = peak + shadows.get(worker, 0)
+    return needed
 
 
 class _Closed(NamedTuple):
@@ -128,14 +128,14 @@ def _closed_kinds(plan: Plan, profile: Profile) -> Iterator[_Closed]:
 def _costs(plan: Plan, profile: Profile) -> dict[Hop, StageCost]:
     hops = dict.fromkeys(hop for route in plan.routes for hop in route.hops)
     known: dict[tuple[int, int, int, float], StageCost] = {}
-    found = {}
+    costs = {}
     for hop in hops:
         width, rate = len(hop.workers), plan.rate(hop.workers)
         kind = hop.first_layer, hop.last_layer, width, rate
         if kind not in known:
             known[kind] = stage_cost(profile, hop.first_layer, hop.last_layer, width).at(rate)
-        found[hop] = known[kind]
-    return found
+        costs[hop] = known[kind]
+    return costs
 
 
 def _tick_s(costs: Mapping[Hop, StageCost]) -> float:
@@ -146,11 +146,11 @@ def _tick_s(costs: Mapping[Hop, StageCost]) -> float:
 def _route_ticks(
     route: Route, costs: Mapping[Hop, StageCost], tick_s: float, profile: Profile
 ) -> tuple[HopTicks, ...]:
-    found = []
+    hops = []
     for hop, after in zip(route.hops, (*route.hops[1:], None), strict=True):
         cost = costs[hop]
         kept = -(-cost.activation_bytes // cost.gpus)
-        found.append(
+        hops.append(
             HopTicks(
                 forward=round(cost.forward_s / tick_s),
                 backward_input=round(cost.backward_input_s / tick_s),
@@ -162,7 +162,7 @@ def _route_ticks(
                 deferred_bytes=kept,
             )
         )
-    return tuple(found)
+    return tuple(hops)
 
 
 def _message_s(hop: Hop, after: Hop, profile: Profile) -> float:
@@ -179,7 +179,7 @@ def _message_s(hop: Hop, after: Hop, profile: Profile) -> float:
 
 def _held_bytes(plan: Plan, profile: Profile, least_replicas: int = 1) -> dict[WorkerId, int]:
     """Return the bytes that each worker holds before the activations of any micro-batch."""
-    found, beside = dict.fromkeys(plan.workers, 0), dict.fromkeys(plan.workers, 0)
+    held, beside = dict.fromkeys(plan.workers, 0), dict.fromkeys(plan.workers, 0)
     held_twice = sum(len(hold.layers) for hold in plan.holds) > plan.layer_count
     copies = max(least_replicas, 1 + held_twice)
     known: dict[tuple[int, int, int, bool], tuple[int, int]] = {}
@@ -197,7 +197,7 @@ def _held_bytes(plan: Plan, profile: Profile, least_replicas: int = 1) -> dict[W
                 )
             own, whole = known[kind]
         for worker in hold.workers:
-            found[worker] += own
+            held[worker] += own
             # One layer is computed at a time.
             beside[worker] = max(beside[worker], whole - own)
-    return {worker: own + beside[worker] for worker, own in found.items()}
+    return {worker: own + beside[worker] for worker, own in held.items()}

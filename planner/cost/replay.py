@@ -47,25 +47,25 @@ def computed_s(
     are right to within a fraction of a per cent. `replayed`: earlier replays, to which new ones are
     added."""
     counts = {question: _replayed(question[1]) for question in questions}
-    found: dict[Question, Ends] = {} if replayed is None else replayed
+    known: dict[Question, Ends] = {} if replayed is None else replayed
     short = dict.fromkeys(
         asked
         for (schedule, kind), own in counts.items()
         for count in own
-        if (asked := (schedule, kind._replace(microbatches=count))) not in found
+        if (asked := (schedule, kind._replace(microbatches=count))) not in known
     )
-    # Pipelines of similar length go together, so that few columns go on alone.
+    # Replay pipelines of similar length together, so that few columns are padded.
     ordered = sorted(short, key=lambda q: (q[0], q[1].microbatches + len(q[1].cut.stages)))
     for schedule, group in groupby(ordered, key=lambda question: question[0]):
         kinds = [kind for _, kind in group]
         for first in range(0, len(kinds), _MOST_COLUMNS):
             some = kinds[first : first + _MOST_COLUMNS]
             ends = _SideBySide(schedule, some).ends()
-            found.update(zip(((schedule, kind) for kind in some), ends, strict=True))
+            known.update(zip(((schedule, kind) for kind in some), ends, strict=True))
     return {
         (schedule, kind): _extrapolated(
             own,
-            [found[schedule, kind._replace(microbatches=count)] for count in own],
+            [known[schedule, kind._replace(microbatches=count)] for count in own],
             kind.microbatches,
         )
         for (schedule, kind), own in counts.items()

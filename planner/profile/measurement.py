@@ -99,10 +99,10 @@ def assemble_profile(
         raise ValueError("not each kind of the model's layers was measured")
     kinds = []
     for kind in range(1 + max(order)):
-        found = _combine([(m.device, m.kinds[kind]) for m in measurements])
-        found = with_sums(found, job.training)
-        gathered = gathered_bytes(job, order.index(kind), found.parameter_bytes)
-        kinds.append(with_exchanges(found, wires, gathered))
+        profiled = _combine([(m.device, m.kinds[kind]) for m in measurements])
+        profiled = with_sums(profiled, job.training)
+        gathered = gathered_bytes(job, order.index(kind), profiled.parameter_bytes)
+        kinds.append(with_exchanges(profiled, wires, gathered))
     names = [layer.name for layer in _expected(job)]
     try:
         profile = Profile(
@@ -114,7 +114,7 @@ def assemble_profile(
             ),
             links=wires,
         )
-    except InvalidProfile as error:  # a faulty clock must not shape a plan
+    except InvalidProfile as error:  # such as times of a faulty clock
         raise ValueError(f"the measurement makes no sense: {error}") from error
     notes = {
         "devices": sorted({m.device for m in measurements}),
@@ -127,16 +127,18 @@ def assemble_profile(
     return profile, notes
 
 
-def _combine(found: Sequence[tuple[str, LayerProfile]]) -> LayerProfile:
-    layers = [layer for _, layer in found]
+def _combine(measured: Sequence[tuple[str, LayerProfile]]) -> LayerProfile:
+    layers = [layer for _, layer in measured]
     by_device: dict[str, list[LayerProfile]] = {}
-    for device, layer in found:
+    for device, layer in measured:
         by_device.setdefault(device, []).append(layer)
 
     def slowest(times_of: Callable[[LayerProfile], Mapping[int, float]]) -> dict[int, float]:
         allowed = set.intersection(*(set(times_of(layer)) for layer in layers))
         return {
-            gpus: max(median(times_of(one)[gpus] for one in alike) for alike in by_device.values())
+            gpus: max(
+                median(times_of(layer)[gpus] for layer in alike) for alike in by_device.values()
+            )
             for gpus in sorted(allowed)
         }
 
@@ -148,17 +150,17 @@ def _combine(found: Sequence[tuple[str, LayerProfile]]) -> LayerProfile:
         name=layers[0].name,
         forward_s=forward_s,
         backward_s=backward_s,
-        # Medians of the parts may cross where those of the wholes do not.
+        # The median of the part may exceed the median of the whole backward.
         backward_input_s={g: min(s, backward_s[g]) for g, s in backward_input_s.items()},
         update_s=update_s,
         **{name: max(getattr(layer, name) for layer in layers) for name in BYTES},
     )
 
 
-def _links(found: Iterable[LinkMeasurement]) -> tuple[Links, dict[str, object]]:
+def _links(measured: Iterable[LinkMeasurement]) -> tuple[Links, dict[str, object]]:
     """Return the links, and which of them are not measured. A missing link gets the other one's
     numbers, or the estimate."""
-    by_scope = {link.scope: link for link in found}
+    by_scope = {link.scope: link for link in measured}
     intra, inter = by_scope.get("intra_node"), by_scope.get("inter_node")
     if intra is None and inter is None:
         links = Links(
@@ -167,12 +169,12 @@ def _links(found: Iterable[LinkMeasurement]) -> tuple[Links, dict[str, object]]:
             latency_s=NOMINAL.latency_s,
         )
         return links, {"intra_node_link": "estimated", "inter_node_link": "estimated"}
-    one = inter or intra
-    assert one is not None, "one of them is there"
+    either = inter or intra
+    assert either is not None, "one of them is there"
     links = Links(
-        intra_node_bytes_per_s=(intra or one).bytes_per_s,
-        inter_node_bytes_per_s=(inter or one).bytes_per_s,
-        latency_s=one.latency_s,
+        intra_node_bytes_per_s=(intra or either).bytes_per_s,
+        inter_node_bytes_per_s=(inter or either).bytes_per_s,
+        latency_s=either.latency_s,
     )
     return links, {
         "intra_node_link": "measured" if intra else "the inter-node link's",
@@ -224,12 +226,12 @@ def check_fits(profile: Profile, job: JobSpec) -> None:
         return  # a user's layer may keep any number of bytes
     recompute = job.training.recompute
     for number, layer in enumerate(profile.layers[1:-1], 1):
-        found: Recompute = "layer" if _keeps_input_alone(layer) else "none"
-        if found != recompute:
+        kind: Recompute = "layer" if _keeps_input_alone(layer) else "none"
+        if kind != recompute:
             raise ValueError(
                 f"layers[{number}].activation_bytes: {layer.activation_bytes}, as with recompute "
-                f"{found}, and the job has {recompute}; profile again, or set training.recompute "
-                f"to {found}"
+                f"{kind}, and the job has {recompute}; profile again, or set training.recompute "
+                f"to {kind}"
             )
 
 

@@ -24,7 +24,7 @@ LEAST_MARGIN_BYTES = 256 << 20
 #: context, the code of kernels, workspaces of libraries, and a process's first communicator. An
 #: H100's context alone takes some 500 MB.
 GPU_CONTEXT_BYTES = 1 << 30
-#: Part of it that a process lacks which has computed little, and has no communicator. An estimate.
+#: Part of it that a process takes only once it has computed and has a communicator. An estimate.
 _FIRST_USES_BYTES = 256 << 20
 #: NCCL's buffers for one peer and channel, one for each of its protocols (its defaults of
 #: NCCL_LL_BUFFSIZE, NCCL_LL128_BUFFSIZE and NCCL_BUFFSIZE).
@@ -76,9 +76,9 @@ def link_bytes(*, receives: bool, same_node: bool) -> int:
 
 
 def worker_context_bytes(measured: int) -> int:
-    """Return the memory of a GPU that each worker takes before any model. `measured`: that of a
-    process which has computed little; 0: none was. So much that others must hold some of it counts
-    as none."""
+    """Return the memory of a GPU that each worker takes before any model. `measured`: memory of a
+    process that has computed little; 0: not measured. An implausibly high measurement, which other
+    processes must have caused, is ignored."""
     believed = 0 < measured < 2 * GPU_CONTEXT_BYTES
     return measured + _FIRST_USES_BYTES if believed else GPU_CONTEXT_BYTES
 
@@ -106,9 +106,9 @@ _STRANGERS_BYTES = 1 << 30
 
 
 def strangers_bytes(used: int, reserved: int, beside_bytes: int) -> int:
-    """Return the bytes that other processes hold of a GPU that one worker has for itself; 0 where
-    in doubt. `used`: bytes of all processes; `reserved`: of torch's allocator; `beside_bytes`: of
-    CUDA and communicators."""
+    """Return the bytes that other processes hold on a GPU that should be one worker's alone; 0
+    where in doubt. `used`: bytes of all processes; `reserved`: of torch's allocator;
+    `beside_bytes`: of CUDA and communicators."""
     left = used - reserved - beside_bytes
     return left if left >= _STRANGERS_BYTES else 0
 
@@ -116,10 +116,10 @@ def strangers_bytes(used: int, reserved: int, beside_bytes: int) -> int:
 #: On a CPU, blocks from this size on are mapped from the kernel and returned one by one. Memory of
 #: smaller blocks stays with the heap (`worker/runtime/memory.py`).
 MAPPED_BYTES = 4 << 20
-#: Bytes that the heap holds in holes, per byte of one layer's smaller blocks.
-#:  Measured with glibc, whose aligned blocks rarely fit where one of the same size was. In fp32 it
-#: was 13 to 20 MB where a layer has 11 to 19, under bf16 4 to 18 where it has 15 to 26. Libraries
-#: keep some 10 MB more from their first use.
+#: Bytes that the heap holds in holes, per byte of one layer's smaller blocks. Measured with glibc,
+#: whose aligned blocks rarely fit where one of the same size was. In fp32 it was 13 to 20 MB where
+#: a layer has 11 to 19, under bf16 4 to 18 where it has 15 to 26. Libraries keep some 10 MB more
+#: from their first use.
 HOLES_PER_BYTE = 1
 
 

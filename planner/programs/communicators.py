@@ -22,8 +22,8 @@ from oobleck.planner.programs.compiler.gradients import gradient_buckets
 from oobleck.planner.programs.transfer import Transfer
 
 #: Most communicators of a worker. Torch has 32 streams of a priority; beyond that two communicators
-#: share one, and their operations may wait for each other in another order than at their peers.
-#: Workers use one stream themselves.
+#: share one, and their operations may wait for each other in another order than at their peers. The
+#: engine itself uses one stream.
 MOST_COMMUNICATORS = 31
 
 
@@ -58,7 +58,8 @@ def most_links(stages: Sequence[int]) -> int:
 
 
 def _met(own: int, other: int) -> int:
-    """Return with how many of `other` workers one of `own` shares rows, at most."""
+    """Return the most workers of a stage of `other` workers that share rows with one worker of a
+    stage of `own`."""
     ends = ((part * other // own, ((part + 1) * other - 1) // own) for part in range(own))
     return max(last - first + 1 for first, last in ends)
 
@@ -66,8 +67,8 @@ def _met(own: int, other: int) -> int:
 def too_many(plan: Plan, *, tied: Ties) -> bool:
     """Return whether a worker would be in more communicators than work.
 
-    Only links can be so many. A plan of few is not looked at closely, which takes a millisecond for
-    ten workers.
+    Only links can be so many. Plans whose stages allow only few are not examined: that takes a
+    millisecond for ten workers.
     """
     links = Counter[WorkerId]()
     meeting = [plan.routes[position] for position in plan.meeting_routes]
@@ -81,9 +82,9 @@ def too_many(plan: Plan, *, tied: Ties) -> bool:
     return _counts(communicators(plan, tied=tied)).most_common(1)[0][1] > MOST_COMMUNICATORS
 
 
-def _counts(found: Iterable[Communicator]) -> Counter[WorkerId]:
+def _counts(groups: Iterable[Communicator]) -> Counter[WorkerId]:
     """Count each worker's communicators."""
-    return Counter(member for one in found for member in one.members)
+    return Counter(member for group in groups for member in group.members)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,14 +102,14 @@ def communicators(
 ) -> tuple[Communicator, ...]:
     """List the communicators of `worker`, by default of all workers, sorted. `tied`: groups of
     layers that share parameters."""
-    found = {Communicator("link", way) for way in _ways(plan, worker)}
+    needed = {Communicator("link", way) for way in _ways(plan, worker)}
     for hold in plan.holds:
         if len(hold.workers) > 1 and (worker is None or worker in hold.workers):
-            found.add(Communicator("stage", hold.workers))
+            needed.add(Communicator("stage", hold.workers))
     for bucket in gradient_buckets(plan, tied=tied):
         if len(bucket.owners) > 1 and (worker is None or worker in bucket.owners):
-            found.add(Communicator("owners", bucket.owners))
-    return tuple(sorted(found))
+            needed.add(Communicator("owners", bucket.owners))
+    return tuple(sorted(needed))
 
 
 def _ways(plan: Plan, worker: WorkerId | None) -> Iterator[tuple[WorkerId, WorkerId]]:
@@ -142,46 +143,46 @@ def for_state(
         share = each.stop - each.start
         moved[each.source, each.destination] += int(share * layer_bytes[each.layer])
     count = Counter(has)
-    found = []
-    for way, size in sorted(moved.items(), key=lambda one: (-one[1], one[0])):
-        if size >= least_bytes and all(count[one] < MOST_COMMUNICATORS for one in way):
+    made = []
+    for way, size in sorted(moved.items(), key=lambda item: (-item[1], item[0])):
+        if size >= least_bytes and all(count[worker] < MOST_COMMUNICATORS for worker in way):
             count.update(way)
-            found.append(Communicator("state", way))
-    return tuple(found)
+            made.append(Communicator("state", way))
+    return tuple(made)
 
 
-def in_rounds(found: Iterable[Communicator]) -> list[list[Communicator]]:
+def in_rounds(groups: Iterable[Communicator]) -> list[list[Communicator]]:
     """Group communicators into rounds, in the order of their first use.
 
-    In a round each worker is in at most one, so the number of rounds bounds the chain of workers
-    that wait for each other. `found` must be all of a plan's, so that all workers compute the same
-    rounds.
+    A worker is in at most one communicator per round, so the number of rounds bounds the chain of
+    workers that wait for each other. `groups` must be all communicators of a plan, so that all
+    workers compute the same rounds.
     """
     rounds: list[list[Communicator]] = []
     taken: dict[WorkerId, set[int]] = defaultdict(set)
     # The largest are the hardest to place.
-    for one in sorted(found, key=lambda one: (-len(one.members), one)):
-        busy = set[int]().union(*(taken[member] for member in one.members))
+    for each in sorted(groups, key=lambda each: (-len(each.members), each)):
+        busy = set[int]().union(*(taken[member] for member in each.members))
         number = next(n for n in range(len(rounds) + 1) if n not in busy)
         if number == len(rounds):
             rounds.append([])
-        rounds[number].append(one)
-        for member in one.members:
+        rounds[number].append(each)
+        for member in each.members:
             taken[member].add(number)
     return rounds
 
 
 def needed(plan: Plan, *, tied: Ties) -> Needed:
     """Return the needs of the plan's workers, each with a GPU to itself."""
-    found = communicators(plan, tied=tied)
+    groups = communicators(plan, tied=tied)
     size = Counter[WorkerId]()
-    for one in found:
-        for member in one.members:
-            size[member] += one.bytes_on(member)
+    for group in groups:
+        for member in group.members:
+            size[member] += group.bytes_on(member)
     return Needed(
-        communicators=max(_counts(found).values(), default=0),
+        communicators=max(_counts(groups).values(), default=0),
         device_bytes=max(size.values(), default=0),
-        rounds=len(in_rounds(found)),
+        rounds=len(in_rounds(groups)),
     )
 
 
@@ -194,8 +195,7 @@ Name = tuple[str, tuple[int, ...]]
 class Wiring:
     """Communicators of one worker, where there are GPUs."""
 
-    #: Names by ranks. They may be requested in the order of their first use, which all workers
-    #: share.
+    #: Names by ranks; where requested, in the order of first use, which is the same on all workers.
     names: tuple[Name, ...] = ()
     #: Bytes of its GPU that they take.
     device_bytes: int = 0

@@ -133,10 +133,10 @@ def _bytes(piece: _Piece, count: int) -> int:
     return int(piece.stop * count) - int(piece.start * count)
 
 
-def _joined(found: Iterable[tuple[_Piece, WorkerId]]) -> Iterator[Transfer]:
-    """Yield transfers; neighbouring pieces of one layer, source and destination become one."""
+def _joined(pieces: Iterable[tuple[_Piece, WorkerId]]) -> Iterator[Transfer]:
+    """Yield transfers, with adjacent pieces of one layer, source and destination merged."""
     last: Transfer | None = None
-    for piece, source in found:
+    for piece, source in pieces:
         transfer = Transfer(
             layer=piece.layer,
             source=source,

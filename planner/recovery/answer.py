@@ -59,7 +59,8 @@ class Change:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exposure:
-    """Sets of nodes whose loss at once would take the last holders of a layer, by their size."""
+    """Sets of nodes that include all holders of a layer, counted by size: losing such a set at once
+    loses the layer."""
 
     nodes: int
     sets: tuple[tuple[int, int], ...]
@@ -95,12 +96,13 @@ class Exposure:
 
     @property
     def can_lose(self) -> int:
-        """Nodes that can be lost at a time, whichever they are."""
+        """Number of nodes, whichever they are, that can be lost at once."""
         return self.sets[0][0] - 1
 
     def share(self, sizes: Sequence[tuple[int, float]], whole_rack: float = 0.0) -> float:
-        """Return the share of events that take the last holders, by the sizes of events, and the
-        share of those that take a whole rack instead. An upper bound where sets overlap."""
+        """Return the share of loss events that take the last holders of a layer. `sizes`: share of
+        events by number of lost nodes; `whole_rack`: share of events that take a whole rack
+        instead. It is an upper bound where sets overlap."""
         share = 0.0
         for taken, part in sizes:
             taken = min(taken, self.nodes)
@@ -137,7 +139,7 @@ class Answer:
     """Answer of one policy to a change."""
 
     policy: Policy
-    #: Its plan is settled: workers can get it.
+    #: Its plan is in its final form and proven (`settled`), so workers can get it.
     found: Reconfiguration
     #: Bytes of state that move before the next step, and the time of that.
     moved_bytes: int
@@ -145,16 +147,16 @@ class Answer:
     step_s: float
     #: Factor on the step time for splitting backwards, whose cost profiles lack.
     weight: float
-    #: What is held under its plan.
+    #: Exposure of the layers held under its plan.
     exposure: Exposure
     #: Follow-up at a later step boundary.
     then: Next | None = None
     #: Moved bytes that are expected to be copied at the switch, where the plan is for a step
-    #: boundary. The gradients of state that is sent ahead outrun the links.
+    #: boundary. Their gradients outrun the links.
     outrun_bytes: int = 0
-    #: Time for that.
+    #: Time to copy them.
     outrun_s: float = 0.0
-    #: True for the shape of a first plan on the live nodes.
+    #: True if its plan has the shape of a first plan on the live nodes.
     anew: bool = False
     #: True if it undoes the changes for slow workers, none of which is slow any more.
     undoes: bool = False
@@ -174,7 +176,8 @@ class Situation:
     #: Groups of layers that share parameters.
     tied: Ties
     schedule_named: bool = False
-    #: Number of simultaneous node losses that must cost nothing, with shadows if needed.
+    #: Number of nodes that must be able to be lost at once without losing a layer, with shadows if
+    #: needed.
     shadows_for: int = 0
     #: Step estimates under `profile`, kept for all situations; None: made anew.
     replays: Replays | None = None
@@ -195,26 +198,26 @@ def situation(change: Change) -> Situation:
 
 def answer(
     policy: Policy,
-    found: Reconfiguration,
+    made: Reconfiguration,
     step_s: float,
     change: Change,
     *,
     then: Next | None = None,
 ) -> Answer:
     """Build the answer, with the bytes that move for it."""
-    moved_bytes, busiest_bytes = moves(change, found.plan)
+    moved_bytes, busiest_bytes = moves(change, made.plan)
     rate, outrun = (
         change.profile.links.inter_node_bytes_per_s,
-        outrun_bytes(change, found.plan, step_s),
+        outrun_bytes(change, made.plan, step_s),
     )
     return Answer(
         policy=policy,
-        found=found,
+        found=made,
         moved_bytes=moved_bytes,
         stall_s=busiest_bytes / rate,
         step_s=step_s,
-        weight=splitting_weight(found.plan),
-        exposure=Exposure.of(found.plan, racks=change.racks),
+        weight=splitting_weight(made.plan),
+        exposure=Exposure.of(made.plan, racks=change.racks),
         then=then,
         outrun_bytes=outrun,
         outrun_s=outrun / rate,
@@ -277,7 +280,8 @@ def _moves(
     having = defaultdict[int, Counter[NodeName]](Counter)
     held = {w: shards for w, shards in before.items() if w.node in live}
     layers = {shard.layer for shards in held.values() for shard in shards} if change.leaving else ()
-    if len(layers) < plan.layer_count and change.leaving:  # they hand over what they alone hold
+    # Layers that only leaving nodes hold are handed over.
+    if len(layers) < plan.layer_count and change.leaving:
         held = {w: shards for w, shards in before.items() if w.node in live | change.leaving}
     for worker, shards in held.items():
         for shard in shards:

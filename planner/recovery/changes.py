@@ -47,7 +47,7 @@ def by_rules(plan: Plan, alive: frozenset[NodeName], known: Collection[int]) -> 
     Some may leave nodes unused, or have fewer pipelines than before.
     """
     groups, gone = _hit_groups(plan, alive)
-    stop = min(known)  # the rules need sizes without a gap
+    stop = min(known)  # the rules need consecutive sizes
     while stop in known:
         stop += 1
     sizes = range(min(known), stop)
@@ -62,16 +62,16 @@ def by_rules(plan: Plan, alive: frozenset[NodeName], known: Collection[int]) -> 
             for function in (found_pipelines, enlarge):
                 joined = function(way.groups, left, sizes) if left else way.groups
                 if joined is not None:
-                    yield told(_slots(joined), plan, alive)
+                    yield change_to(_slots(joined), plan, alive)
 
 
 def reshaped(sizes: Sequence[int], plan: Plan, alive: frozenset[NodeName]) -> Change:
     """Return pipelines of these sizes, with those of `plan` that can stay."""
-    return told(keep_fitting(sizes, plan, alive), plan, alive)
+    return change_to(keep_fitting(sizes, plan, alive), plan, alive)
 
 
-def told(slots: tuple[Slot, ...], plan: Plan, alive: frozenset[NodeName]) -> Change:
-    """Describe slots that come from no rule."""
+def change_to(slots: tuple[Slot, ...], plan: Plan, alive: frozenset[NodeName]) -> Change:
+    """Build the change to slots that come from no rule, with its description."""
     before = frozenset(plan.nodes)
     changes = [
         f"{', '.join(sorted(nodes))} {verb}"
@@ -82,11 +82,11 @@ def told(slots: tuple[Slot, ...], plan: Plan, alive: frozenset[NodeName]) -> Cha
     new = _listed(sorted((slot.size for slot in slots), reverse=True))
     idle = len(alive) - sum(slot.size for slot in slots)
     spare = f"; no combination of templates has a use for {idle} of the nodes" if idle else ""
-    what = " and ".join(changes) or "the best shape"
+    cause = " and ".join(changes) or "the best shape"
     return Change(
         slots=slots,
         rule="join" if alive - before else "reshape",
-        reason=f"{what}: templates {old} -> templates {new}{spare}",
+        reason=f"{cause}: templates {old} -> templates {new}{spare}",
     )
 
 

@@ -1,9 +1,10 @@
-"""Course of a job through changes of its nodes: what is asked of the planner, and what follows.
+"""Course of a job through changes of its nodes: which plan to request after which event, and its
+follow-up.
 
-The master, the simulator and `oobleck plan --lost` all go by it. They ask by the purpose of a
-change, and the planner chooses which policy answers a loss (`oobleck.planner.recovery.policies`).
-Owns which request answers which event, and from which plan the next one starts. Must not know how
-a plan is made, nor how the master learns of an event.
+The master, the simulator and `oobleck plan --lost` all go by it. They name the purpose of a change;
+the planner chooses which policy answers a loss (`oobleck.planner.recovery.policies`). Owns which
+request answers which event, and from which plan the next one starts. Must not know how a plan is
+made, nor how the master learns of an event.
 """
 
 from collections.abc import Collection, Iterable
@@ -26,18 +27,18 @@ MOVING: RecoveryPolicy = "templates"
 JOINED: PlanWanted = "joined"
 #: The same behind a re-routed plan.
 SETTLED: PlanWanted = "settled"
-#: Does without nodes that are to be drained, in a job of any policy.
+#: Leaves out nodes that are to be drained, in a job of any policy.
 WITHOUT_DRAINED: PlanWanted = "drained"
 #: Gives slow workers less to do; answers a change of rates, never a loss.
 AROUND_SLOW: RecoveryPolicy = "uneven"
-#: Answers where another policy failed by an internal error.
+#: Plain templates, where another policy failed by an internal error.
 PLAIN: PlanWanted = "plain"
 #: Changes that are never forced.
 VOLUNTARY: frozenset[PlanWanted] = frozenset(
     {AROUND_SLOW, JOINED, SETTLED, "copies", "normalise", "anew"}
 )
 
-#: Policy of a return to a checkpoint, whose state lets any plan be made.
+#: Policy of a return to a checkpoint: all state is loaded anyway, so the plan may have any shape.
 MORPH: RecoveryPolicy = "morph"
 #: Lets no plan be smaller than the running one.
 WAITING: RecoveryPolicy = "wait"
@@ -53,8 +54,8 @@ REST_S = 60.0
 
 
 def for_losses(policy: RecoveryPolicy, *, certain: bool = True) -> RecoveryPolicy:
-    """Return the policy that answers losses in a job of this `policy`. `certain`: workers hold what
-    the plan to change says; else state has to move."""
+    """Return the policy that answers losses in a job of this `policy`. `certain`: workers certainly
+    hold the layers that the plan to change gives them; otherwise state has to move."""
     if policy == WAITING:
         return policy
     return policy if certain and policy != AROUND_SLOW else MOVING
@@ -87,7 +88,7 @@ def is_base(policy: str, rule: str) -> bool:
 
 
 def takes_back(rule: str) -> bool:
-    """Return whether plans of this rule give stand-by nodes a part again."""
+    """Return whether plans of this rule take stand-by nodes into the plan again."""
     return rule == "take back"
 
 

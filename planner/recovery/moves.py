@@ -76,8 +76,8 @@ class Moves:
         self._visits = 0
 
     def may_leave(self, most: float) -> bool:
-        """Return whether some move may leave at most so much load on the busiest worker. It
-        computes no routes; False is certain."""
+        """Return whether some move may leave at most so much load on the busiest worker. True is a
+        guess from bounds, False is certain."""
         return any(
             self._bounds.behind(taken, self._sharing(taken.workers)) <= most
             for taken in self._all()
@@ -90,16 +90,16 @@ class Moves:
             (self._bounds.behind(taken, self._sharing(taken.workers)), number, taken)
             for number, taken in enumerate(self._all())
         ]
-        found: list[tuple[int, int, Move]] = []
+        moves: list[tuple[int, int, Move]] = []
         for bound, number, taken in sorted(bounds, key=lambda each: each[:2]):
             if self._visits > MOST_VISITS:
                 break
-            if len(found) >= enough and bound > found[enough - 1][0]:
+            if len(moves) >= enough and bound > moves[enough - 1][0]:
                 break
             with suppress(PlanInfeasible):
                 load = self._load_behind(taken)
-                insort(found, (load, number, Move(taken=taken, load=load)))
-        return [move for _, _, move in found]
+                insort(moves, (load, number, Move(taken=taken, load=load)))
+        return [move for _, _, move in moves]
 
     def behind(self, taken: Hold) -> tuple[tuple[Hold, ...], tuple[Route, ...]]:
         """Return the holds and the routes after the move."""
@@ -260,7 +260,7 @@ class _Bounds:
         fluid = self._microbatches / sum(n / ticks for (_, ticks, _), n in holders.items())
         fluid *= 1 - _ROUNDING
         if stage in self._whole and all(whole for _, _, whole in holders):
-            # One of them computes each micro-batch there.
+            # Each micro-batch is computed by one of these holders.
             if len(kinds := {ticks for _, ticks, _ in holders}) > 1:
                 return fluid
             return float(-(-self._microbatches // holders.total()) * kinds.pop())

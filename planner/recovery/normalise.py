@@ -53,8 +53,8 @@ def _follow_up(change: Change, plan: Plan) -> Next | None:
 def promising(change: Change, plan: Plan) -> bool:
     """Return whether a move after `plan` may relieve the busiest worker enough to be worth it.
 
-    A loss waits for this, so it computes no routes or schedules, which take longer and may still
-    find that no move is worth it. False is certain.
+    The answer to a loss waits for this, so only bounds are computed, no routes or schedules. True
+    is a guess, False is certain.
     """
     ticks = _ticks(change)
     most = (1 - LEAST_GAIN) * most_load(plan.routes, ticks)
@@ -80,11 +80,11 @@ def _moved(change: Change, holds: tuple[Hold, ...], routes: tuple[Route, ...]) -
 def _answer(change: Change, plan: Plan, step_s: float, taken: Hold) -> Answer:
     names = comma_separated(map(str, taken.workers))
     verb = "takes" if len(taken.workers) == 1 else "take"
-    found = Reconfiguration(
+    made = Reconfiguration(
         plan=plan,
         rule="normalise",
         reason=f"{names} {verb} over layers {taken.first_layer}-{taken.last_layer} in place of "
         "others, so that the busiest worker has less to do",
         idle=idle(change, plan),
     )
-    return answer("normalise", found, step_s, change)
+    return answer("normalise", made, step_s, change)

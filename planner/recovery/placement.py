@@ -26,7 +26,7 @@ class Slot:
 
     size: int
     kept: Pipeline | None
-    #: The pipeline that it was before, smaller or bigger, if there is one.
+    #: Pipeline of the previous plan that it continues, maybe with another size; None: it is new.
     origin: Pipeline | None
 
 
@@ -160,7 +160,7 @@ def spread(
 
 def _assigned(gains: Matrix) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
     """Return the rows, and the column of each, for the largest sum of gains."""
-    # Imported late: it takes 45 MB, and most importers of this module place no nodes.
+    # Imported late: it takes 45 MB, and most processes that import this module place no nodes.
     from scipy.optimize import linear_sum_assignment
 
     return linear_sum_assignment(gains, maximize=True)

@@ -75,15 +75,15 @@ def ask(change: Change, wanted: PlanWanted) -> Candidates:
     return without_crowded(_by_purpose(change, wanted), change.tied)
 
 
-def without_crowded(found: Candidates, tied: Ties) -> Candidates:
+def without_crowded(candidates: Candidates, tied: Ties) -> Candidates:
     """Leave out courses by plans that have too many communicators for NCCL, if there are others."""
     few = tuple(
         course
-        for course in found.courses
+        for course in candidates.courses
         if not too_many(course.first.found.plan, tied=tied)
         and (course.behind is None or not too_many(course.behind.found.plan, tied=tied))
     )
-    return replace(found, courses=few) if few else found
+    return replace(candidates, courses=few) if few else candidates
 
 
 def _by_purpose(change: Change, wanted: PlanWanted) -> Candidates:
@@ -134,22 +134,22 @@ def for_change(change: Change, wanted: RecoveryPolicy) -> Candidates:
         )
     first, other = _REROUTE_FIRST if routes_losses(wanted) and lost else _TEMPLATES_FIRST
     try:
-        found = _MAKERS[first](change)
+        preferred = _MAKERS[first](change)
     except PlanInfeasible as infeasible:
         return only(change, _instead(other, first, infeasible, change))
     if first == "reroute":
-        if wanted == "reroute" and promising(change, found.found.plan):
-            found = replace(found, then="normalise")
-        return only(change, found)
+        if wanted == "reroute" and promising(change, preferred.found.plan):
+            preferred = replace(preferred, then="normalise")
+        return only(change, preferred)
     if wanted != "auto" or not lost:
-        return only(change, found)
-    offers = [found, *_anew_if_better(change, found)]
+        return only(change, preferred)
+    offers = [preferred, *_anew_if_better(change, preferred)]
     courses = [_course(change, each) for each in offers]
-    # At the boundary it has to gain as much.
+    # As a follow-up it has to gain as much as any voluntary change.
     courses += [
-        _course(change, found, best)
+        _course(change, preferred, best)
         for best in offers[1:]
-        if weighed_s(best) <= (1 - LEAST_GAIN) * weighed_s(found)
+        if weighed_s(best) <= (1 - LEAST_GAIN) * weighed_s(preferred)
     ]
     with suppress(PlanInfeasible):
         routed = by_reroute(change)
@@ -161,8 +161,8 @@ def for_change(change: Change, wanted: RecoveryPolicy) -> Candidates:
 def unforced(change: Change) -> Candidates:
     """Return plans of templates where nothing forces a change: nodes have joined, or a re-routed
     plan trains. Raises PlanInfeasible."""
-    found = by_templates(change)
-    return _candidates(change, [found, *_anew_if_better(change, found)])
+    templates = by_templates(change)
+    return _candidates(change, [templates, *_anew_if_better(change, templates)])
 
 
 def drained(change: Change) -> Candidates:
@@ -171,8 +171,8 @@ def drained(change: Change) -> Candidates:
     leaving = frozenset(change.plan.nodes).difference(change.live)
     change = replace(change, leaving=leaving)
     try:
-        found = by_templates(change)
-        offers = [found, *_anew_if_better(change, found)]
+        templates = by_templates(change)
+        offers = [templates, *_anew_if_better(change, templates)]
     except PlanInfeasible as infeasible:
         offers = [_instead("reroute", "templates", infeasible, change)]
     return replace(_candidates(change, offers), forced=True)
@@ -198,43 +198,43 @@ def behind(change: Change, wanted: Literal["copies", "normalise"]) -> Candidates
 
 
 def _or_shadows(change: Change, make: Callable[[Change], Sequence[Answer]]) -> Candidates:
-    """Return what `make` finds to shorten a step, and more shadows, which are to be taken where
-    staying is better. Raises PlanInfeasible where there is neither."""
+    """Return the plans of `make`, which shorten a step; further shadows are taken instead where
+    none of these is worth it. Raises PlanInfeasible where there is neither."""
     instead: Answer | None = None
     if shadows_behind(change.plan, change) is not None:
         with suppress(PlanInfeasible):
             instead = shadowed(change)
     try:
-        found = _candidates(change, make(change), to_gain=True)
+        candidates = _candidates(change, make(change), to_gain=True)
     except PlanInfeasible:
         if instead is None:
             raise
         return only(change, instead)
-    return replace(found, instead=instead)
+    return replace(candidates, instead=instead)
 
 
 def morphed(change: Change) -> Answer:
-    """Answer with the best shape for the live nodes, whatever they hold: the state is to come from
-    the newest checkpoint. Raises PlanInfeasible."""
-    found = by_templates(change)
-    found = next(iter(_anew_if_better(change, found)), found)
-    return replace(found, policy="morph", moved_bytes=0, stall_s=0.0, outrun_bytes=0, outrun_s=0.0)
+    """Answer with the best shape for the live nodes, whatever they hold: all state comes from the
+    newest checkpoint. Raises PlanInfeasible."""
+    best = by_templates(change)
+    best = next(iter(_anew_if_better(change, best)), best)
+    return replace(best, policy="morph", moved_bytes=0, stall_s=0.0, outrun_bytes=0, outrun_s=0.0)
 
 
-def only(change: Change, found: Answer) -> Candidates:
-    """Return the one candidate of a change that is not weighed."""
-    return _forced([_course(change, found)], change)
+def only(change: Change, offer: Answer) -> Candidates:
+    """Return a single course as all candidates, so that there is nothing to choose."""
+    return _forced([_course(change, offer)], change)
 
 
 def answers(change: Change) -> Answers:
     """Return every policy's own answer, or its refusal."""
-    found: dict[Policy, Answer | PlanInfeasible] = {}
+    by_policy: dict[Policy, Answer | PlanInfeasible] = {}
     for policy, make in _MAKERS.items():
         try:
-            found[policy] = make(change)
+            by_policy[policy] = make(change)
         except PlanInfeasible as infeasible:
-            found[policy] = infeasible
-    return found
+            by_policy[policy] = infeasible
+    return by_policy
 
 
 def _forced(courses: Sequence[Course], change: Change) -> Candidates:
@@ -251,15 +251,15 @@ def _candidates(
     *,
     to_gain: bool = False,
 ) -> Candidates:
-    """Return the candidates of a change at a step boundary. Without a node of the running plan it
-    is forced, at once."""
+    """Return the candidates of a change at a step boundary. Where a node of the running plan is
+    missing, the change is forced and immediate."""
     courses = [_course(change, each) for each in offers]
     live = change.leaving.union(change.live)
     if not live.issuperset(change.plan.nodes) and not to_gain:
         return _forced(courses, change)
     try:
         now_s = staying_s(situation(change))
-    except PlanInfeasible:  # the running plan does not fit the nodes as they are known now
+    except PlanInfeasible:  # the running plan does not fit the memory of its nodes as now known
         return _forced(courses, change)
     kept = with_following(change.plan, change)
     return Candidates(
@@ -286,26 +286,27 @@ def _course(change: Change, first: Answer, behind: Answer | None = None) -> Cour
     )
 
 
-def _anew_if_better(change: Change, found: Answer) -> Sequence[Answer]:
-    """Return the shape of a first plan if its step is shorter than what was found; else nothing."""
+def _anew_if_better(change: Change, offer: Answer) -> Sequence[Answer]:
+    """Return the shape of a first plan if its step is clearly shorter than that of `offer`; else
+    nothing."""
     if len(change.live) > _MOST_ANEW:
         return []
     try:
         best = anew(change)
     except PlanInfeasible:
         return []
-    return [best] if weighed_s(best) <= (1 - _LEAST_ANEW) * weighed_s(found) else []
+    return [best] if weighed_s(best) <= (1 - _LEAST_ANEW) * weighed_s(offer) else []
 
 
 def _instead(other: Policy, first: Policy, why: PlanInfeasible, change: Change) -> Answer:
     """Answer by the other policy, with the first one's refusal in the reason. Where both refuse,
     the error of `templates` is raised, since an operator can act on that."""
     try:
-        found = _MAKERS[other](change)
+        taken = _MAKERS[other](change)
     except PlanInfeasible as infeasible:
         raise (infeasible if other == "templates" else why) from None
-    reason = f"{found.found.reason}; not by {first}: {why}"
-    return replace(found, found=replace(found.found, reason=reason))
+    reason = f"{taken.found.reason}; not by {first}: {why}"
+    return replace(taken, found=replace(taken.found, reason=reason))
 
 
 _MAKERS: Mapping[Policy, Callable[[Change], Answer]] = {

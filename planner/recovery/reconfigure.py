@@ -84,7 +84,7 @@ def reconfigure(
     means = _Means(templates=templates, costs=costs, judge=judge)
     means, demand = _for_nodes(len(alive), means, plan, profile, fault_tolerance)
     if before <= alive and demand.nodes <= len(before):
-        # Nodes that this plan cannot use fit into no other plan either.
+        # Nodes that this plan leaves idle fit into no other plan either.
         return Reconfiguration(
             plan=plan.having(generation=generation),
             rule="replace",
@@ -130,7 +130,7 @@ def _for_nodes(
     wanted = min(fault_tolerance + 1, nodes // smallest, batch)
     used = most_used(means.costs, nodes, least=wanted, most=batch)
     if used < nodes:
-        # The table was made for the previous nodes and may lack sizes for the remaining ones.
+        # The templates were made for the previous nodes and may lack sizes for the remaining ones.
         feasible = [n for n in feasible_sizes(profile, nodes) if n > smallest]
         most = most_used((smallest, *feasible), nodes, least=wanted, most=batch)
         if most > used:
@@ -177,7 +177,7 @@ def _changes(
 
 
 def _judged(close: Mapping[Sizes, int], demand: Demand, judge: Judge) -> dict[Sizes, float]:
-    """Return the step time of each by the judge, which is not asked where there is no choice."""
+    """Return the step time of each by the judge; a single candidate is not judged."""
     if len(close) == 1:
         return dict.fromkeys(close, 1.0)
     times = judge(
@@ -220,7 +220,7 @@ def _least_cost(
     for number, (time, change) in sorted(enumerate(timed), key=lambda one: one[1][0]):
         cost = time / fastest if fastest else 1.0
         if cost > least + TIE:
-            break  # seats only add to the cost
+            break  # the transfer only adds to the step time
         seats = seat(
             change.slots, plan, alive, templates=templates, state_bytes=state_bytes, held=held
         )

@@ -1,10 +1,10 @@
 """Re-routing around lost workers without moving state: other holders of the layers take over.
 
 ReCycle (Gandhi et al., SOSP 2024) sends micro-batches through the equal stages of the other
-pipelines. Here a hole is covered by hops on any workers that hold its layers, several in a row
-where pipelines cut the model differently. Or few workers help, and pipelines without a hole take
-the other micro-batches whole, so that most workers keep the closed form of their programs. Owns the
-choice of the hops. Must not know the order of compute.
+pipelines. Here hops on any workers that hold its layers fill a hole, several in a row where
+pipelines cut the model differently. Alternatively only few workers fill holes, and pipelines
+without a hole take the other micro-batches whole, so that most workers keep programs of a closed
+form. Owns the choice of the hops. Must not know the order of compute.
 """
 
 import heapq
@@ -84,19 +84,20 @@ def routes_around(
     around = [spread.around(route) for route in routes]
     begins = Counter(way[0].workers for ways in around for way, _ in ways)
     counts: Counter[tuple[Hop, ...]] = Counter()
-    found: list[Route | tuple[Hop, ...]] = []
+    ordered: list[Route | tuple[Hop, ...]] = []
     for route, ways in zip(routes, around, strict=True):
         if len(ways) == 1 and ways[0][0] is route.hops and begins[route.hops[0].workers] == 1:
-            # No other way has these hops. Hashing all hops of a large plan takes long.
-            found.append(route)
+            # No other way has these hops, so they need not be counted: hashing all hops of a large
+            # plan takes long.
+            ordered.append(route)
             continue
         for way, number in ways:
             if way not in counts:
-                found.append(way)
+                ordered.append(way)
             counts[way] += number
     return tuple(
-        one if isinstance(one, Route) else Route(hops=one, microbatches=counts[one])
-        for one in found
+        entry if isinstance(entry, Route) else Route(hops=entry, microbatches=counts[entry])
+        for entry in ordered
     )
 
 
@@ -123,7 +124,7 @@ class Spread:
         self._offered: dict[tuple[int, int], tuple[tuple[Hop, int], ...]] = {}
         #: True if no workers hold layers together.
         self._alone = all(len(group) == 1 for group in held)
-        #: By hole: its offers, where each of them is one worker that fills it whole.
+        #: By hole: its offers, if each offer is a single worker that fills the whole hole.
         self._whole: dict[tuple[int, int], Sequence[tuple[Hop, int, WorkerId]]] = {}
         #: Number of hops visited.
         self.visits = 0
@@ -162,7 +163,7 @@ class Spread:
     def fill(self, parts: _Parts, microbatches: int = 1) -> _Fillings:
         """Choose hops for each hole, for so many more micro-batches, and count their work. Raises
         PlanInfeasible, with nothing counted."""
-        found: list[tuple[Hop, ...]] = []
+        fillings: list[tuple[Hop, ...]] = []
         for number, (lives, hops) in enumerate(parts):
             if lives:
                 continue
@@ -172,7 +173,7 @@ class Spread:
             filling: tuple[Hop, ...] | None
             whole = self._offers_whole(first_layer, last_layer)
             if whole and len(before) <= 1 and len(after) <= 1:
-                found.append((self._least_busy(whole, microbatches),))
+                fillings.append((self._least_busy(whole, microbatches),))
                 continue
             if self._alone and len(before) <= 1 and len(after) <= 1:
                 best = self._best(first_layer, last_layer, {})
@@ -181,20 +182,21 @@ class Spread:
                 ways = self._ways(first_layer, last_layer, after, {})
                 filling = next((w[2] for w in ways if _can_follow(before, w[2][0].workers)), None)
             if filling is None:
-                self.count(found, -microbatches)
+                self.count(fillings, -microbatches)
                 raise PlanInfeasible(
                     f"no workers that hold layers {first_layer} to {last_layer} can compute them "
                     "and follow each other: some share layers with different workers, or the "
                     "profile has no time of a layer for so few of them; move state instead"
                 )
             self.count([filling], microbatches)
-            found.append(filling)
-        return tuple(found)
+            fillings.append(filling)
+        return tuple(fillings)
 
     def _offers_whole(
         self, first_layer: int, last_layer: int
     ) -> Sequence[tuple[Hop, int, WorkerId]]:
-        """Return the offers for a hole if each of them is one worker that fills it whole."""
+        """Return the offers for a hole if each is a single worker that fills the whole hole; else
+        none."""
         key = first_layer, last_layer
         if key not in self._whole:
             offers = self._offers(*key) if self._alone else ()
@@ -220,8 +222,8 @@ class Spread:
             add_load(self._load, hop, microbatches * self._ticks(hop))
 
     def _best(self, layer: int, last_layer: int, known: dict[int, _Way | None]) -> _Way | None:
-        """Return the best way from `layer` on, as `_ways` has it first, where no workers hold
-        layers together: any worker can follow any other."""
+        """Return the best way from `layer` on, the first of `_ways`. Only for layers that single
+        workers hold: there any worker can follow any other."""
         if layer in known:
             return known[layer]
         load, least, fewest = self._load, 0, 0
@@ -403,10 +405,10 @@ class _FewHelpers:
     def _helping(self, held: dict[_Group, set[int]], helpers: int) -> set[_Group]:
         """Return the groups of the routes that help: for each hole those whose workers have least
         to do."""
-        found: set[_Group] = set()
+        groups: set[_Group] = set()
         passing: dict[_Group, list[int]] = {}
-        for number, one in enumerate(self._routes):
-            for hop in one.hops:
+        for number, other in enumerate(self._routes):
+            for hop in other.hops:
                 passing.setdefault(hop.workers, []).append(number)
         holes: dict[tuple[tuple[int, int], ...], _Parts] = {}
         for route in self._routes_hit():
@@ -423,11 +425,11 @@ class _FewHelpers:
                     break
                 spread.count(fillings, -1)
                 for hop in chain.from_iterable(fillings):
-                    found.add(hop.workers)
+                    groups.add(hop.workers)
                     for number in passing.get(hop.workers, ()):
-                        found.update(h.workers for h in self._routes[number].hops)
-                left = {group: layers for group, layers in left.items() if group not in found}
-        return found.intersection(held)
+                        groups.update(h.workers for h in self._routes[number].hops)
+                left = {group: layers for group, layers in left.items() if group not in groups}
+        return groups.intersection(held)
 
     def _routes_hit(self) -> list[Route]:
         return [route for route, hit in zip(self._routes, self._hit, strict=True) if hit]
@@ -456,12 +458,12 @@ class _FewHelpers:
                 taken[number] += count
                 _add(self._load, self._own[number], count)
             counts.update({joined(parts, filled): many for filled, many in ways.items()})
-        found = Counter[tuple[Hop, ...]]()
+        rerouted = Counter[tuple[Hop, ...]]()
         for number, route in enumerate(self._routes):
             if not self._hit[number]:
-                found[route.hops] += route.microbatches + taken[number]
-        found.update(counts)
-        return tuple(Route(hops=hops, microbatches=count) for hops, count in found.items())
+                rerouted[route.hops] += route.microbatches + taken[number]
+        rerouted.update(counts)
+        return tuple(Route(hops=hops, microbatches=count) for hops, count in rerouted.items())
 
     def _busiest(self, fillings: _Fillings, own: _Work) -> int:
         """Return the load of the busiest worker of these hops, and of its `own` ones."""

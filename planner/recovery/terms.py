@@ -23,7 +23,7 @@ from oobleck.planner.search.racks import renamed
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """Inputs of a job's plans that stay while its nodes change."""
+    """Inputs of a job's plans that do not change with its nodes."""
 
     profile: Profile
     #: Sizes of the templates.

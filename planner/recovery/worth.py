@@ -27,7 +27,7 @@ from oobleck.planner.recovery.answer import (
     situation,
     splitting_weight,
 )
-from oobleck.planner.recovery.changes import told
+from oobleck.planner.recovery.changes import change_to
 from oobleck.planner.recovery.chooser import LEAST_GAIN, weighed_s
 from oobleck.planner.recovery.placement import Slot, reseated, spread
 from oobleck.planner.recovery.reconfigure import can_lose, reconfigure
@@ -50,23 +50,23 @@ def worth_choosing(offers: Sequence[Answer], running: Plan, staying_s: float) ->
     time alone: the fastest, and others that move less. List-scheduled ones are proven free of
     deadlock. Raises PlanInfeasible where none is worth it."""
     now = splitting_weight(running)
-    # No gain is known for no longer splitting.
+    # Offers that no longer split the backward get no credit for it: its gain is not known.
     equal = [replace(offer, weight=max(offer.weight, now)) for offer in offers]
     by_step = sorted(equal, key=weighed_s)
     most_s = staying_s * now * (1 - LEAST_GAIN)
-    found: list[Answer] = []
+    chosen: list[Answer] = []
     for offer in by_step:
-        fewer = not found or offer.stall_s < min(each.stall_s for each in found)
-        if weighed_s(offer) <= most_s and fewer and len(found) < _MOST_OFFERS:
-            found.append(offer)
-    if not found:
-        told = f"a step would take {by_step[0].step_s:.4g} s in place of {staying_s:.4g} s"
+        fewer = not chosen or offer.stall_s < min(each.stall_s for each in chosen)
+        if weighed_s(offer) <= most_s and fewer and len(chosen) < _MOST_OFFERS:
+            chosen.append(offer)
+    if not chosen:
+        comparison = f"a step would take {by_step[0].step_s:.4g} s in place of {staying_s:.4g} s"
         split = by_step[0].weight > now
-        raise PlanInfeasible(f"{told}{', with backwards split' * split}: not worth a change")
-    for offer in found:
+        raise PlanInfeasible(f"{comparison}{', with backwards split' * split}: not worth a change")
+    for offer in chosen:
         if listed_routes(offer.found.plan):
             prove(offer.found.plan)
-    return found
+    return chosen
 
 
 # ---- Shadows after an answer: plans in which more nodes hold each layer.
@@ -85,8 +85,8 @@ def shadows_behind(plan: Plan, change: Change) -> Next | None:
     lost; else None. A loss waits for this, so orders with less memory are tried only after it."""
     if not change.shadows:
         return None
-    found = _more_shadows(plan, change, change.fault_tolerance, _KEPT[-1])
-    return None if found is plan else "shadow"
+    shadowed_plan = _more_shadows(plan, change, change.fault_tolerance, _KEPT[-1])
+    return None if shadowed_plan is plan else "shadow"
 
 
 def with_following(plan: Plan, change: Change) -> Plan:
@@ -103,7 +103,7 @@ def shadowed(change: Change) -> Answer:
     """Answer, for a step boundary, with the running plan and all shadows that let more nodes be
     lost.
 
-    Its routes and schedule stay. Raises PlanInfeasible where there are none to add.
+    Routes and schedule stay as they are. Raises PlanInfeasible where no shadow can be added.
     """
     profile = change.profile
     plan = _with_more(change).having(generation=change.generation)
@@ -137,12 +137,12 @@ def _with_more(change: Change) -> Plan:
     why = "no layer can be on one node more, or none has to be"
     for wanted in range(most, can_lose(plan), -1):
         for kept in _KEPT if listed else _KEPT[:1]:
-            found = _more_shadows(plan, change, wanted, kept)
-            if can_lose(found) < wanted:
+            shadowed_plan = _more_shadows(plan, change, wanted, kept)
+            if can_lose(shadowed_plan) < wanted:
                 continue
             if kept == 1.0:
-                return found
-            anew = _listed_anew(found, change)
+                return shadowed_plan
+            anew = _listed_anew(shadowed_plan, change)
             if anew is not None:
                 return anew
             why = (
@@ -152,17 +152,18 @@ def _with_more(change: Change) -> Plan:
     raise PlanInfeasible(why)
 
 
-def _listed_anew(found: Plan, change: Change) -> Plan | None:
-    """List the plan anew in an order that fits into the memory beside the shadows.
+def _listed_anew(shadowed_plan: Plan, change: Change) -> Plan | None:
+    """List-schedule the plan anew, in an order that fits into the memory beside the shadows.
 
     Returns None where some micro-batch has no room, or a step would take longer by more than the
     least gain of a change.
     """
-    assert found.listing is not None, "its workers are list-scheduled"
-    anew = with_listing(found, change.profile, split=found.listing.split)
+    assert shadowed_plan.listing is not None, "its workers are list-scheduled"
+    anew = with_listing(shadowed_plan, change.profile, split=shadowed_plan.listing.split)
     try:
         step_s, before_s = (
-            estimate_listed(plan, change.profile, tied=change.tied).step_s for plan in (anew, found)
+            estimate_listed(plan, change.profile, tied=change.tied).step_s
+            for plan in (anew, shadowed_plan)
         )
     except PlanInfeasible:
         return None
@@ -175,7 +176,7 @@ def _listed_anew(found: Plan, change: Change) -> Plan | None:
 def by_templates(change: Change) -> Answer:
     """Answer with a plan of templates for the live nodes. Raises PlanInfeasible."""
     base, why = _base_for_rates(change)
-    found = reconfigure(
+    made = reconfigure(
         base,
         change.live,
         templates=change.templates,
@@ -185,7 +186,7 @@ def by_templates(change: Change) -> Answer:
         judge=change.judge,
         costs=change.costs,
     )
-    return _settled(replace(found, reason=found.reason + why), change)
+    return _settled(replace(made, reason=made.reason + why), change)
 
 
 def anew(change: Change) -> Answer:
@@ -200,16 +201,18 @@ def anew(change: Change) -> Answer:
         live=change.live,
     )
     slots = [Slot(size=len(each.nodes), kept=None, origin=None) for each in plan.pipelines]
-    made = told(tuple(slots), change.base, frozenset(change.live))
-    found = Reconfiguration(plan=plan, rule=made.rule, reason=made.reason, idle=idle(change, plan))
-    return replace(_settled(found, change, recut=False), anew=True)
+    described = change_to(tuple(slots), change.base, frozenset(change.live))
+    made = Reconfiguration(
+        plan=plan, rule=described.rule, reason=described.reason, idle=idle(change, plan)
+    )
+    return replace(_settled(made, change, recut=False), anew=True)
 
 
-def _settled(found: Reconfiguration, change: Change, *, recut: bool = True) -> Answer:
+def _settled(made: Reconfiguration, change: Change, *, recut: bool = True) -> Answer:
     """Return the answer with the plan under its schedule, with the shadows that move no state.
     `recut`: other cuts are tried."""
     replays = change.replays or Replays(change.profile, tied=change.tied)
-    plan = spread(found.plan, change.plan, change.racks, live=change.live)
+    plan = spread(made.plan, change.plan, change.racks, live=change.live)
     plan = plan.with_rates(change.rates)
     if plan.rates or change.base.rates:
         plan = reshared(plan, change.profile)
@@ -229,7 +232,7 @@ def _settled(found: Reconfiguration, change: Change, *, recut: bool = True) -> A
     plan = settled(plan, change.profile)
     return answer(
         "templates",
-        replace(found, plan=plan, idle=idle(change, plan)),
+        replace(made, plan=plan, idle=idle(change, plan)),
         replays.estimates([plan], [plan.schedule])[0][plan.schedule].step_s,
         change,
         then=shadows_behind(plan, change),
@@ -289,8 +292,8 @@ class _Recut:
         return Plan.of_pipelines(recut, generation=plan.generation, schedule=schedule)
 
     def counted(self, plan: Plan) -> Mapping[Pipeline, int]:
-        """Return one pipeline of each kind, with the number of its kind: a plan of a thousand nodes
-        takes milliseconds to make."""
+        """Return one pipeline of each kind, with the number of such pipelines: making a whole plan
+        of a thousand nodes takes milliseconds."""
         before = {number: cut for (_, cut), own in pipeline_kinds(plan).items() for number in own}
         template = tuple(
             Place(one.first_layer, one.last_layer, one.gpus, one.node)
@@ -312,8 +315,8 @@ class _Recut:
 
 
 def _base_for_rates(change: Change) -> tuple[Plan, str]:
-    """Return the base, with the template's cut again for pipelines whose slow workers have
-    recovered; and words about that for the reason."""
+    """Return the base, in which pipelines whose slow workers have recovered have their template's
+    cut again, and a clause about that for the reason."""
     base = change.base
     slow = [one.worker for one in base.rates if one.worker.node in change.live]
     well = [str(worker) for worker in slow if worker not in change.rates]
@@ -328,8 +331,8 @@ def _base_for_rates(change: Change) -> tuple[Plan, str]:
     plan = Plan.of_pipelines(pipelines, generation=base.generation, schedule=base.schedule)
     if plan.routes == base.routes:
         return base, ""
-    who = f"{comma_separated(well)} {'is' if len(well) == 1 else 'are'}"
-    return plan, f"; cut as templates are, since {who} slow no more"
+    recovered = f"{comma_separated(well)} {'is' if len(well) == 1 else 'are'}"
+    return plan, f"; cut as templates are, since {recovered} slow no more"
 
 
 def by_reroute(change: Change) -> Answer:
@@ -341,15 +344,15 @@ def by_reroute(change: Change) -> Answer:
     routed, step_s = _best_around(change)
     if listed_routes(routed):
         prove(routed)
-    found = Reconfiguration(
+    made = Reconfiguration(
         plan=routed,
         rule="reroute",
         reason=f"{comma_separated(gone)} lost: others that hold the same layers take the "
         "micro-batches",
-        # Only templates give layers to nodes that hold none.
+        # Nodes that hold no layers stay idle: only templates give them some.
         idle=idle(change, change.plan),
     )
-    return answer("reroute", found, step_s, change, then=shadows_behind(routed, change))
+    return answer("reroute", made, step_s, change, then=shadows_behind(routed, change))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -379,16 +382,16 @@ def _best_around(change: Change) -> tuple[Plan, float]:
     """Return the plan of the least step around lost nodes, and that step. Raises PlanInfeasible."""
     best: tuple[float, Plan, float] | None = None
     why: PlanInfeasible | None = None
-    found = _around(change)
+    ways = _around(change)
     most_s = math.inf
-    if _visits(change.plan) > _LARGE_VISITS:  # list scheduling takes longer than all the rest
-        whole_s = min((one.weighed_s for one in found if not one.listed), default=math.inf)
+    if _visits(change.plan) > _LARGE_VISITS:  # list scheduling takes most of the time
+        whole_s = min((way.weighed_s for way in ways if not way.listed), default=math.inf)
         most_s = (1 - _LEAST_LISTED) * whole_s
 
-    def is_late(one: _Around) -> bool:
-        return one.listed and one.weighed_s > most_s
+    def is_late(way: _Around) -> bool:
+        return way.listed and way.weighed_s > most_s
 
-    for around in sorted(found, key=lambda one: (is_late(one), one.weighed_s)):
+    for around in sorted(ways, key=lambda way: (is_late(way), way.weighed_s)):
         if best is not None and (is_late(around) or around.weighed_s >= best[0]):
             break
         if best is not None and around.becomes(best[1]):
@@ -413,7 +416,7 @@ def _around(change: Change) -> list[_Around]:
     plan, alive = change.plan, frozenset(change.live)
     lost = {worker for worker in plan.workers if worker.node not in alive}
     ticks = hop_ticks(change.profile, plan.with_rates(change.rates))
-    found: dict[tuple[Schedule, frozenset[Route]], _Around] = {}
+    ways: dict[tuple[Schedule, frozenset[Route]], _Around] = {}
     why: PlanInfeasible | None = None
     for helpers, waits in _helpers(plan):
         try:
@@ -429,16 +432,16 @@ def _around(change: Change) -> list[_Around]:
             why = why or infeasible
             continue
         around = _Around(plan=routed, least_s=_least_s(routed, ticks))
-        found.setdefault((routed.schedule, frozenset(routed.routes)), around)
+        ways.setdefault((routed.schedule, frozenset(routed.routes)), around)
         if not listed_routes(routed) and not change.schedule_named:
             # Listed routes have their backwards split where that is faster.
             split = routed.having(schedule="zb-h1")
             around = _Around(plan=split, least_s=_least_s(split, ticks))
-            found.setdefault((split.schedule, frozenset(split.routes)), around)
-    if not found:
+            ways.setdefault((split.schedule, frozenset(split.routes)), around)
+    if not ways:
         assert why is not None, "each plan is made or refused"
         raise why
-    return list(found.values())
+    return list(ways.values())
 
 
 def _least_s(plan: Plan, ticks: Callable[[Hop], int]) -> float:

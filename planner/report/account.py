@@ -2,7 +2,7 @@
 waiting.
 
 Times are whole numbers of ticks, so that sums are exact. A tick is a power of two of a second, so
-that sums of the told seconds are exact as well. Must not know plans.
+that sums of seconds are exact as well. Must not know plans.
 """
 
 from collections import Counter, defaultdict
@@ -189,7 +189,7 @@ class Result:
         """Return it as plain data, for JSON. `price`: that of a node for an hour."""
         own = self.account
         stepped = own.worked_nodes / own.worked / self.nodes if own.worked else 0.0
-        told = {
+        figures = {
             "samples": self.samples,
             "samples_per_s": self.samples_per_s,
             "samples_per_s_of_full": self.samples_per_s / self.full,
@@ -208,14 +208,16 @@ class Result:
         }
         if price is not None:
             cost = price * node_s / 3600
-            told["cost"] = cost
-            told["cost_per_million_samples"] = cost / self.samples * 1e6 if self.samples else None
-        return told
+            figures["cost"] = cost
+            figures["cost_per_million_samples"] = (
+                cost / self.samples * 1e6 if self.samples else None
+            )
+        return figures
 
 
 def nested(values: Mapping[tuple[str, str], Value]) -> dict[str, dict[str, Value]]:
     """Return the values by policy, then by rule."""
-    found: dict[str, dict[str, Value]] = {}
+    by_policy: dict[str, dict[str, Value]] = {}
     for policy, rule in sorted(values):
-        found.setdefault(policy, {})[rule] = values[policy, rule]
-    return found
+        by_policy.setdefault(policy, {})[rule] = values[policy, rule]
+    return by_policy

@@ -1,8 +1,8 @@
 """Account of a real job's time, from its events and its metrics.
 
-Committed steps are useful from their begin to their commit; each line of metrics.jsonl tells one.
-Evaluations, phases of changes, and waits explain the time between them, in this order. Owns what
-explains which time. Must not know how records are read.
+Committed steps are useful from their begin to their commit; each line of metrics.jsonl is one step.
+Evaluations, phases of changes, and waits explain the time between them, in this order. Owns which
+record explains which time. Must not know how records are read.
 """
 
 from bisect import bisect_left
@@ -93,11 +93,11 @@ class _Job:
     def at(self, unix: float) -> int:
         return ticks(unix - self._origin)
 
-    def _spans(self, found: Iterable[tuple[float, float]], cause: Any) -> list[_Span]:
+    def _spans(self, ends: Iterable[tuple[float, float]], cause: Any) -> list[_Span]:
         """Return spans by their ends and lengths. Hosts' clocks differ, so each is cut at the end
         of the one before."""
         spans, before = [], 0
-        for end_s, long_s in found:
+        for end_s, long_s in ends:
             end = min(max(self.at(end_s), before), self.end)
             begin = min(max(end - ticks(long_s), before), end)
             spans.append(_Span(begin, end, cause))
@@ -178,7 +178,8 @@ def _changes(job: _Job) -> tuple[list[_Change], list[_Span]]:
             continue
         generation, end = event["to_generation"], job.at(event["time"])
         committed = None if "superseded_by" in event else job.first.get(generation)
-        # A first step that is done again has no line of its own, and the next one's comes later.
+        # A first step that is done again has no record, and the record of the next step comes
+        # later.
         if committed is not None and committed <= end:
             end = committed
         causes = dict(_CAUSES)
@@ -206,8 +207,8 @@ def _changes(job: _Job) -> tuple[list[_Change], list[_Span]]:
 def _states(job: _Job) -> Iterator[_Span]:
     """Yield the spans of waits and starts."""
     begins = [span.begin for span in job.steps]
-    told = [(job.at(one["time"]), one["event"]) for one in job.events if one["event"] in _STATES]
-    for (begin, event), (end, _) in pairwise([*told, (job.end, "")]):
+    states = [(job.at(one["time"]), one["event"]) for one in job.events if one["event"] in _STATES]
+    for (begin, event), (end, _) in pairwise([*states, (job.end, "")]):
         cause = _STATES[event]
         number = bisect_left(begins, begin)
         until = min([end, *begins[number : number + 1]])

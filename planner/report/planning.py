@@ -22,7 +22,7 @@ class Planning:
     base: Plan
     #: With the memory that the nodes have.
     profile: Profile
-    #: Templates are for so many nodes, and up to so many.
+    #: Fewest and most nodes of a template.
     least_nodes: int
     most_nodes: int
     fault_tolerance: int

@@ -45,8 +45,8 @@ PUBLISHED: Mapping[str, tuple[float, float]] = {
 def speed_lines(data: dict[str, Any]) -> str:
     """Describe the speed in lines for people: as the job has it, otherwise with and without compile
     and fp8, and how far estimates are from published figures."""
-    lines = [f"speed: {_said(data)}"]
-    lines += [f"  {_way(key)}: {_said(data[key])}" for key in PUBLISHED if key in data]
+    lines = [f"speed: {_figures(data)}"]
+    lines += [f"  {_way(key)}: {_figures(data[key])}" for key in PUBLISHED if key in data]
     shares = ", ".join(
         f"{least:.2f} to {most:.2f} {_way(key)}" for key, (least, most) in PUBLISHED.items()
     )
@@ -57,7 +57,7 @@ def _way(key: str) -> str:
     return "with compile and fp8" if key == "with_fp8" else key.replace("_", " ")
 
 
-def _said(data: dict[str, Any]) -> str:
+def _figures(data: dict[str, Any]) -> str:
     return (
         f"{data['tokens_per_s']:,.0f} tokens/s, {data['tokens_per_s_per_worker']:,.0f} per "
         f"GPU; {data['flops_per_s_per_worker'] / 1e12:.0f} TFLOP/s per GPU, "

@@ -29,15 +29,15 @@ class FollowUp:
     """Follow-up intended after an answer, at a step boundary."""
 
     wanted: Next
-    found: Answer | PlanInfeasible
+    answer: Answer | PlanInfeasible
 
     def data(self) -> dict[str, Any]:
         """Return it as plain data, for JSON."""
-        if isinstance(self.found, PlanInfeasible):
-            return {"policy": self.wanted, **answer_data(self.found)}
-        made = self.found.found
-        told = {"policy": self.found.policy, "rule": made.rule, "reason": made.reason}
-        return told | answer_data(self.found)
+        if isinstance(self.answer, PlanInfeasible):
+            return {"policy": self.wanted, **answer_data(self.answer)}
+        made = self.answer.found
+        fields = {"policy": self.answer.policy, "rule": made.rule, "reason": made.reason}
+        return fields | answer_data(self.answer)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +47,7 @@ class Loss:
     node: NodeName
     #: Remaining nodes.
     live: tuple[NodeName, ...]
-    #: The answer; None: there is none, and the reason says what is missing.
+    #: Answer; None: none is possible, and the reason says what is missing.
     taken: Answer | None
     reason: str
     #: Answer of each policy, or its refusal.
@@ -104,12 +104,12 @@ def _follow_ups(change: Change, then: Next | None, outlook: Outlook) -> Iterator
     """Yield the follow-ups of a plan. `change`: of that plan, before any further loss."""
     while then is not None:
         try:
-            found = choose(ask(change, behind_answer(then)), outlook)
+            answer = choose(ask(change, behind_answer(then)), outlook)
         except PlanInfeasible as infeasible:
-            yield FollowUp(wanted=then, found=infeasible)
+            yield FollowUp(wanted=then, answer=infeasible)
             return
-        yield FollowUp(wanted=then, found=found)
-        change, then = after(change, found), found.then
+        yield FollowUp(wanted=then, answer=answer)
+        change, then = after(change, answer), answer.then
 
 
 def answer_data(each: Answer | PlanInfeasible) -> dict[str, Any]:
@@ -175,7 +175,7 @@ def read_rates(
 ) -> dict[WorkerId, float]:
     """Parse the rates of workers: `NODE=RATE` for all workers of the node, `NODE/SLOT=RATE` for
     one. Raises ValueError."""
-    found: dict[WorkerId, float] = {}
+    rates: dict[WorkerId, float] = {}
     for text in texts:
         match = _SLOW.fullmatch(text)
         if match is None:
@@ -191,8 +191,8 @@ def read_rates(
                 )
             slots = range(int(match["slot"]), int(match["slot"]) + 1)
         rate = _rate(match["rate"])
-        found.update((WorkerId(node, slot), rate) for slot in slots)
-    return dict(sorted(found.items()))
+        rates.update((WorkerId(node, slot), rate) for slot in slots)
+    return dict(sorted(rates.items()))
 
 
 def _rate(text: str) -> float:
@@ -213,8 +213,8 @@ def slowness(change: Change, healthy_s: float) -> Slowness:
     staying_s, answers = by_rates(change)
     taken: Rule | None = None
     try:
-        found = choose(around_slow(change), Outlook()).found
-        taken, reason = found.rule, found.reason
+        best = choose(around_slow(change), Outlook()).found
+        taken, reason = best.rule, best.reason
     except PlanInfeasible as infeasible:
         reason = str(infeasible)
     return Slowness(

@@ -1,4 +1,4 @@
-"""Answer to an operator's question: what follows if a running job loses these nodes.
+"""What-if analysis for operators: the consequences if a running job loses these nodes.
 
 The code that answers real losses makes the answer.
 """
@@ -33,7 +33,7 @@ class WhatIf:
     plan: str
     #: Layers without any holder; then the job returns to a checkpoint.
     gone_layers: tuple[int, ...]
-    #: The answer; None: there is none, and the reason says what is missing.
+    #: Answer; None: none is possible, and the reason says what is missing.
     taken: Answer | None
     reason: str
     #: Answer of each policy, or its refusal.
@@ -62,7 +62,8 @@ class WhatIf:
 
 
 def what_if(planning: Planning, lost: Collection[NodeName]) -> WhatIf:
-    """Answer the question; raises ValueError where a node is none of the job's, or all are lost."""
+    """Analyse the loss of the nodes; raises ValueError where one is not a node of the job, or all
+    are lost."""
     unknown = set(lost) - set(planning.nodes) - set(planning.plan.nodes)
     if unknown:
         raise ValueError(f"no such node in the job's plan: {comma_separated(unknown)}")

@@ -33,11 +33,11 @@ class Offer:
     """Templates by their numbers of nodes, their costs, and a judge of plans made of them."""
 
     costed: Mapping[int, Costed]
-    #: By number of nodes: these, and others that fit as well: with the same T1 + T2 + T3, or with
-    #: fewer gradients on the worker that has most.
+    #: By number of nodes: the `costed` template and alternatives, with the same T1 + T2 + T3 or
+    #: with fewer gradients on the worker that has most.
     equals: Mapping[int, tuple[Costed, ...]]
     #: Templates that the search for least T found first.
-    found: Mapping[int, Costed]
+    first_found: Mapping[int, Costed]
     replays: Replays
     #: With the memory that plans may use.
     profile: Profile
@@ -109,12 +109,12 @@ class Offer:
             for schedule in SCHEDULES
             if schedule != "1f1b"
         )
-        # Another schedule has to be faster by as much.
+        # Another schedule counts only if it is faster by more than the tie.
         return least_s if fits and least_s < quick_s * (1 - SPLITTING_TIE) else quick_s
 
     def _sketch(self, candidate: Instantiation) -> Mapping[Pipeline, int]:
-        """Return one pipeline of each kind in the candidate, on any nodes, with their numbers: a
-        plan of a thousand nodes takes tens of milliseconds to make."""
+        """Return one pipeline of each kind in the candidate, on any nodes, with the number of such
+        pipelines: making a whole plan of a thousand nodes takes tens of milliseconds."""
         kinds = Counter(zip(candidate.sizes, candidate.shares, strict=True))
         return {
             self.costed[size].pipeline(share): number for (size, share), number in kinds.items()
@@ -136,7 +136,7 @@ class Offer:
         )
 
     def using(self, others: Iterable[Costed]) -> "Offer":
-        """Return the same offer with these in place of the ones of their sizes."""
+        """Return the offer with these templates in place of those of the same sizes."""
         named = {each.template.nodes: each for each in others}
         return replace(self, costed={**self.costed, **named})
 
@@ -178,8 +178,8 @@ class Catalogue:
         return offer if plan is None else offer.using(_of_plan(offer, plan))
 
     def first_plan(self, key: Hashable, make: Callable[[], Plan]) -> Plan:
-        """Return the first plan that was made for `key`, which is all that it depends on beside the
-        profile's layers and the names of nodes; make it if it is not remembered."""
+        """Return the remembered first plan for `key`, or make it. `key` must have all that the plan
+        depends on, except the profile's layers and the names of nodes."""
         if key not in self._first_plans:
             while len(self._first_plans) >= _MOST_FIRST_PLANS:
                 del self._first_plans[next(iter(self._first_plans))]
@@ -193,8 +193,8 @@ class Catalogue:
         return self._replays
 
     def _make(self, profile: Profile, sizes: range) -> Offer:
-        """Make the offer for `sizes`. Missing or unfit templates are made first, by runs of
-        adjacent sizes."""
+        """Make the offer for `sizes`. First make templates that are missing or do not fit, by runs
+        of adjacent sizes."""
         table = StageTable(profile)
         missing = [
             size
@@ -213,8 +213,8 @@ class Catalogue:
             equals={
                 size: tuple(t for t in each.all if _fits(t, table)) for size, each in few.items()
             },
-            found={
-                size: each.found if _fits(each.found, table) else each.quickest
+            first_found={
+                size: each.first_found if _fits(each.first_found, table) else each.quickest
                 for size, each in few.items()
             },
             replays=self.replays(profile),
@@ -223,17 +223,17 @@ class Catalogue:
 
 
 def _of_plan(offer: Offer, plan: Plan) -> list[Costed]:
-    """Return the offer's other templates that the plan uses in place of the first."""
+    """Return the alternatives in the offer that the plan uses."""
     pipelines = {len(pipeline.nodes): pipeline for pipeline in reversed(plan.pipelines)}
-    found: list[Costed] = []
+    used: list[Costed] = []
     for size, pipeline in sorted(pipelines.items()):
         cut = [(stage.first_layer, len(stage.workers)) for stage in pipeline.stages]
-        found += [
+        used += [
             each
             for each in offer.equals.get(size, ())[1:]
             if cut == [(stage.first_layer, stage.gpus) for stage in each.template.stages]
         ]
-    return found
+    return used
 
 
 def _fits(costed: Costed, table: StageTable) -> bool:

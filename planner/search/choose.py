@@ -52,9 +52,9 @@ def choose_schedule(
 ) -> ScheduleChoice:
     """Return the schedule of least step time among those whose peak memory fits on every worker.
 
-    Ties go to 1F1B. So does a plan for which nothing fits, since 1F1B keeps least. `tied`: groups
-    of layers that share parameters. `wanted` is chosen if given; raises PlanInfeasible where it
-    does not fit.
+    Ties go to 1F1B. A plan that fits under no schedule gets 1F1B too, since it keeps least. `tied`:
+    groups of layers that share parameters. A `wanted` schedule is chosen, or PlanInfeasible is
+    raised where it does not fit.
     """
     (estimates,) = Replays(profile, tied=tied).estimates([plan], SCHEDULES)
     return choose_among(estimates, profile, wanted)
@@ -63,7 +63,7 @@ def choose_schedule(
 def choose_among(
     estimates: Mapping[Schedule, StepEstimate], profile: Profile, wanted: Schedule | None
 ) -> ScheduleChoice:
-    """Choose likewise for a plan with these estimates under all schedules."""
+    """Choose as `choose_schedule`, for a plan with these estimates under all schedules."""
     limit = profile.gpu_memory_bytes
     fitting = [s for s in SCHEDULES if estimates[s].peak_bytes <= limit]
     if wanted is not None:
@@ -80,8 +80,8 @@ def choose_among(
 
 
 def settled(plan: Plan, profile: Profile) -> Plan:
-    """Return `plan` in its final form, with `with_residents`, and proven. Raises ProgramDeadlock,
-    which is an error of ours."""
+    """Return `plan` in its final form: with resident stages, and proven free of deadlock. Raises
+    ProgramDeadlock, an internal error."""
     final = with_residents(plan, profile)
     prove(final)
     return final
@@ -128,7 +128,7 @@ def _has_room(
 def keep_schedule(plan: Plan, profile: Profile) -> Plan:
     """Return `plan` under its schedule where memory allows it, else under 1F1B, which keeps least.
 
-    This is for a plan that is needed at once: it considers only memory.
+    It considers only memory, so it is quick enough for a plan that is needed at once.
     """
     if plan.schedule == "1f1b" or peak_bytes(plan, profile) <= profile.gpu_memory_bytes:
         return plan

@@ -32,7 +32,8 @@ BAND = Fraction(5, 100)
 ROUGH_BAND = Fraction(1, 3)
 #: Most answers of which a judge may consider all.
 MOST_SIZES = 64
-#: With more pipelines there are far more answers, or so few that a search finds them.
+#: Beyond this many pipelines answers are not enumerated: there are too many, or so few that a
+#: search finds them.
 _MOST_PIPELINES = 16
 
 
@@ -89,8 +90,8 @@ class Demand:
         return makespan(kinds, self.microbatches) + sync
 
     def rough(self, sizes: Sequence[int]) -> bool:
-        """Return whether some pipeline fills and drains for most of the step. There the formula is
-        up to a quarter too long."""
+        """Return whether some pipeline spends most of the step filling and draining. The formula is
+        then up to a quarter too long."""
         kinds = set(zip(sizes, self.shares(sizes), strict=True))
         return any(
             share * self.costs[size].period < 2 * self.costs[size].first for size, share in kinds
@@ -140,21 +141,23 @@ def by_formula(candidates: Sequence[Instantiation]) -> Sequence[float]:
     return [candidate.step for candidate in candidates]
 
 
-def worth_judging(demand: Demand, found: Mapping[Sizes, int], *, most: int) -> dict[Sizes, int]:
+def worth_judging(
+    demand: Demand, best_by_formula: Mapping[Sizes, int], *, most: int
+) -> dict[Sizes, int]:
     """Return sizes that may be the fastest, with their ticks, the best by the formula first.
 
-    Up to `most` are of `found` (with their ticks; the best by the formula among them). Where the
-    formula is rough, their neighbours are added, and where there are few sizes at all, any of them
-    within `ROUGH_BAND`: the formula knows neither split backwards nor sums beside compute.
+    `best_by_formula` has ticks by sizes; up to `most` of them are returned. Where the formula is
+    rough, their neighbours are added. Where few sizes are possible, so are all within `ROUGH_BAND`:
+    the formula knows neither split backwards nor sums beside compute.
     """
-    best = min(found, key=lambda sizes: found[sizes])
+    best = min(best_by_formula, key=lambda sizes: best_by_formula[sizes])
     more: Iterable[Sizes] | None = demand.all_sizes()
     few = more is not None
     if more is None and demand.rough(best):
-        more = (near for sizes in found for near in demand.neighbours(sizes))
+        more = (near for sizes in best_by_formula for near in demand.neighbours(sizes))
     if more is not None:
         most = max(most, MOST_SIZES)
-    steps = dict(found)
+    steps = dict(best_by_formula)
     for sizes in more or ():
         if sizes not in steps:
             steps[sizes] = demand.step(sizes)
@@ -180,7 +183,8 @@ def _sums(
         return
     if not max(fewest, -(-nodes // biggest)) <= min(most, nodes // rising[0]):
         return
-    low = bisect_left(rising, -(-nodes // most))  # less leaves too much for the others
+    # A smaller first size leaves too many nodes for the others.
+    low = bisect_left(rising, -(-nodes // most))
     for size in rising[low : bisect_right(rising, min(nodes, biggest))]:
         for rest in _sums(rising, nodes - size, size, fewest - 1, most - 1):
             yield (size, *rest)

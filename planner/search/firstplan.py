@@ -3,7 +3,7 @@
 The formula finds a few instantiations near the best (`oobleck.planner.search.instantiate`), with
 the templates of best replay and with those that the search for least T found. A replay under 1F1B
 selects those worth an estimate under their own schedule, which decides. Then other cuts of the same
-T are tried in the winner. Only before a job's first step is there time for that. Must not know
+T are tried in the winner. There is time for that only before a job's first step. Must not know
 schedules or costs.
 """
 
@@ -97,9 +97,13 @@ def on_usable_gpus(profile: Profile, *, gpus: int, min_nodes: int = 1) -> Profil
     """
     layers = len(profile.layers)
     most = max(1, min(gpus, sum(max(la.forward_s) for la in profile.layers) // min_nodes))
-    found = [replace(profile, gpus_per_node=used) for used in range(most, 0, -1)]
-    fitting = (one for one in found if max(feasible_sizes(one, layers), default=0) >= min_nodes)
-    return next(fitting, found[0])
+    profiles = [replace(profile, gpus_per_node=used) for used in range(most, 0, -1)]
+    fitting = (
+        candidate
+        for candidate in profiles
+        if max(feasible_sizes(candidate, layers), default=0) >= min_nodes
+    )
+    return next(fitting, profiles[0])
 
 
 def _nodes_cause(
@@ -153,7 +157,7 @@ def _more_memory(profile: Profile, memory: int) -> str:
     )
 
 
-@lru_cache(maxsize=16)  # needed repeatedly while a job waits
+@lru_cache(maxsize=16)  # a waiting job calls it repeatedly
 def _least_memory(profile: Profile, min_nodes: int, most_nodes: int) -> int | None:
     """Return about the least bytes per GPU with which pipelines of `min_nodes` to `most_nodes`
     nodes fit; None: no memory is enough."""
@@ -172,7 +176,7 @@ def _least_memory(profile: Profile, min_nodes: int, most_nodes: int) -> int | No
         for layer in layers
     )
     low = profile.gpu_memory_bytes
-    # With everything, one GPU holds the whole model.
+    # Enough for one GPU to hold the whole model.
     high = min(max(low, everything), MOST_BYTES)
     if not fit(high):
         return None
@@ -218,15 +222,15 @@ def make_first_plan(
     for them before the first step. `racks`: labels of the nodes' racks, over which the holders of
     each layer are spread. Raises PlanInfeasible.
     """
-    if racks:  # so that a pipeline is in few racks, and the next one in others
+    if racks:  # put each pipeline in few racks, and the next one in others
         nodes = sorted(nodes, key=lambda name: racks.get(name, ""))
     pipelines = min(min_pipelines, len(nodes) // sizes.start) if shadows else min_pipelines
     replays = catalogue.replays(profile)
     maker = _Maker(replays=replays, profile=profile, wanted=wanted, tied=catalogue.tied)
     offer = catalogue.offer(profile, sizes, wanted=wanted)
     offers = [offer]
-    if offer.found != offer.costed:
-        offers.append(offer.using(offer.found.values()))
+    if offer.first_found != offer.costed:
+        offers.append(offer.using(offer.first_found.values()))
     made = []
     for each in offers:
         plan = instantiate(
@@ -287,14 +291,14 @@ class _Maker:
         """Return whether each plan has too many communicators for NCCL, and its step time under its
         own schedule. The time is infinite where the wanted one does not fit; if none fits, the
         final choice raises the error."""
-        found = []
+        ranks = []
         for plan, estimates in zip(plans, self.replays.estimates(plans, SCHEDULES), strict=True):
             try:
                 step_s = choose_among(estimates, self.profile, self.wanted).step_s
             except PlanInfeasible:
                 step_s = float("inf")
-            found.append((too_many(plan, tied=self.tied), step_s))
-        return found
+            ranks.append((too_many(plan, tied=self.tied), step_s))
+        return ranks
 
     def recut(self, best: tuple[bool, float], offer: Offer, plan: Plan) -> Plan:
         """Recut the plan, size by size, where other cuts make the step shorter."""

@@ -115,20 +115,20 @@ class Patience:
 
     #: Candidates, the best one included.
     most: int = MOST_CANDIDATES
-    #: Ticks: without a step of at most so many there is no candidate.
+    #: Most ticks of a step; slower candidates are not returned.
     limit: int | None = None
     #: Share of its step time by which the best may be off.
     slack: Fraction = EXACT
-    #: Most sizes in knapsacks, a microsecond or two each. After that the search ends if it has a
-    #: candidate or a limit.
+    #: Most sizes to put into knapsacks, a microsecond or two each. After that the search ends, if
+    #: it has a candidate or a limit.
     effort: int | None = None
 
 
 def judgeable(demand: Demand) -> tuple[Instantiation, ...]:
     """Return the instantiations that a judge should consider, the best by the formula first. Raises
     PlanInfeasible."""
-    found = choose(demand)
-    close = worth_judging(demand, {one.sizes: one.step for one in found}, most=MOST_CANDIDATES)
+    best = choose(demand)
+    close = worth_judging(demand, {one.sizes: one.step for one in best}, most=MOST_CANDIDATES)
     return tuple(_instantiation(demand, sizes, step) for sizes, step in close.items())
 
 
@@ -161,7 +161,8 @@ def _chosen(
     links: Links,
     patience: Patience,
 ) -> tuple[Instantiation, ...]:
-    """Choose for the demand of these fields, which comes again whichever node of some is lost."""
+    """Choose for the demand of these fields. Cached by them: the loss of any one of alike nodes has
+    the same demand."""
     demand, floors = _demanded(costs, nodes, microbatches, min_pipelines, links)
     search = SizeSearch(demand, patience.slack)
     numbers = list(floors)
@@ -174,13 +175,13 @@ def _chosen(
             f"no {demand.numbers.start} to {demand.numbers[-1]} pipelines of {sizes} nodes use "
             f"exactly {count(demand.nodes, 'node')}"
         )
-    found, within = [best], best.step + int(best.step * BAND)
+    chosen, within = [best], best.step + int(best.step * BAND)
     search.be_quick()
     for pipelines in numbers[: 3 * patience.most]:
-        if len(found) < patience.most and pipelines != len(best.sizes):
+        if len(chosen) < patience.most and pipelines != len(best.sizes):
             other = search.best(pipelines, floors[pipelines], within)
-            found.extend([other] if other else [])
-    return tuple(_instantiation(demand, one.sizes, one.step) for one in found)
+            chosen.extend([other] if other else [])
+    return tuple(_instantiation(demand, one.sizes, one.step) for one in chosen)
 
 
 @lru_cache(maxsize=32)
@@ -191,8 +192,8 @@ def _demanded(
     min_pipelines: int,
     links: Links,
 ) -> tuple[Demand, Mapping[int, Floats]]:
-    """Return the demand of these fields, and the floors of its numbers of pipelines, least first:
-    they are the same for any limit."""
+    """Return the demand of these fields, and lower bounds by number of pipelines, least first.
+    Cached apart from `_chosen`, since they do not depend on the limit."""
     demand = Demand(
         costs=dict(costs),
         nodes=nodes,
@@ -210,7 +211,7 @@ def _best(search: SizeSearch, floors: Mapping[int, Floats], patience: Patience) 
     limit, best = patience.limit, None
     for pipelines, floor in floors.items():
         if best is not None:
-            # A tie must have more pipelines to win.
+            # On a tie, more pipelines win.
             even = pipelines < len(best.sizes)
             limit = best.step - max(even, int(best.step * search.slack))
         spent = patience.effort is not None and search.looked_at > patience.effort

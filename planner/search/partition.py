@@ -16,7 +16,8 @@ from oobleck.planner.cost.stages import Floats, Integers, StageTable
 
 #: Numbers that are added at a time, so that they stay in the cache.
 _BLOCK_NUMBERS = 2**16
-#: Largest ratio of rows that are swept together: each pays for the longest stages of all.
+#: Largest ratio of bounds of rows that are swept together: each row costs as much as the one with
+#: the longest stages.
 _ALIKE = 2.0
 #: Numbers in the arrays of one sweep; up to the fewer, the ratio is ignored.
 _FEW_NUMBERS, _MOST_NUMBERS = 300_000, 4_000_000
@@ -124,9 +125,8 @@ class Sweep:
         return after[..., None, None], before[..., None, None], slowest[..., None, None]
 
     def _penalty(self, i: int, k: int, block: slice, window: slice) -> Floats | None:
-        """Return infinity where even the fewest later stages leave the stage too little memory;
-        None: nowhere.
-        """
+        """Return infinity where a stage has too little memory, even with the fewest later stages;
+        None: it has enough everywhere."""
         if self.bounds.stages_after:
             return None
         room = self.table.room[k, i, block]

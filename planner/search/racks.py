@@ -18,9 +18,9 @@ def over_racks(
     plan: Plan, racks: Mapping[NodeName, str], alike: Iterable[Sequence[NodeName]]
 ) -> Plan:
     """Return the plan, which has no rates or listing, with nodes swapped so that fewer layers have
-    all holders in one rack. `alike`: nodes that may take each other's place or idleness."""
+    all holders in one rack. `alike`: groups of nodes that may swap places, idle ones included."""
     holders = [sorted(own) for own in dict.fromkeys(map(frozenset, plan.layer_nodes()))]
-    # Seats are called by the nodes that had them; further ones are idle.
+    # Seats are named after the nodes that have them in `plan`; idle nodes have seats of their own.
     group = {name: own for own in alike for name in own}
     at = {name: name for name in (*group, *plan.nodes)}
     of = defaultdict[NodeName, list[int]](list)
@@ -30,8 +30,8 @@ def over_racks(
 
     def together(numbers: Iterable[int]) -> int:
         """Return how many of these sets of holders are in one rack."""
-        found = ({racks.get(at[seat]) or at[seat] for seat in holders[n]} for n in numbers)
-        return sum(len(labels) == 1 for labels in found)
+        by_set = ({racks.get(at[seat]) or at[seat] for seat in holders[n]} for n in numbers)
+        return sum(len(labels) == 1 for labels in by_set)
 
     def swaps() -> Iterator[tuple[NodeName, NodeName]]:
         """Yield swaps that may spread a set of holders, as long as it is in one rack."""

@@ -101,14 +101,14 @@ class Gap:
         ):
             return None
         for table in (held, {}) if held else ({},):
-            found = self._swept(table) or self._searched(table)
-            if found is not None:
-                return found
+            filling = self._swept(table) or self._searched(table)
+            if filling is not None:
+                return filling
         return None
 
     def _start(self, held: ShardTable) -> _Filling:
-        """Start with each missing layer where it is `held`, first on the workers that have
-        least."""
+        """Start a filling: each missing layer stays where it is `held`, first on the workers that
+        have least."""
         filling = _Filling(self)
         having: dict[int, list[WorkerId]] = {}
         for worker in self.room if held else ():
@@ -133,7 +133,7 @@ class Gap:
         least = -(-self._needed // len(self.room))
         step = least // _FINENESS + 1
         low, high = least - 1, least
-        while (found := self._sweep(held, high, whole=False)) is None:
+        while (filling := self._sweep(held, high, whole=False)) is None:
             if high > self._needed:
                 return None
             low, high = high, high + step
@@ -144,9 +144,9 @@ class Gap:
             if better is None:
                 low = middle
             else:
-                found, high = better, middle
-        # A few bytes more are worth fewer holds, and so fewer sums.
-        return self._sweep(held, high + high // _FINENESS, whole=True) or found
+                filling, high = better, middle
+        # Accept a few bytes more for fewer holds, and so fewer sums.
+        return self._sweep(held, high + high // _FINENESS, whole=True) or filling
 
     @cached_property
     def _needed(self) -> int:
@@ -161,7 +161,7 @@ class Gap:
             ring = deque(self.room)
             left = self._runs(filling, whole=whole)
             if left:
-                # The neighbour of the first layers' holder begins with them.
+                # Begin the ring behind a holder of the first layers.
                 while ring[0].node not in self.nodes[left[0][0]]:
                     ring.rotate(-1)
                 while ring[0].node in filling.nodes[left[0][0]]:
@@ -229,7 +229,7 @@ class Gap:
         for left, _, worker in fitting:
             if effort[0] < 0:
                 return False
-            if (worker.node, left) in tried:  # like another worker of the node
+            if (worker.node, left) in tried:  # equal to a tried worker of the node
                 continue
             tried.add((worker.node, left))
             filling.give(worker, layer)
@@ -281,14 +281,14 @@ def with_shadows(
             room={worker: left + had.get(worker, 0) for worker, left in room.items()},
             had=had,
         )
-        found = gap.filled(held or {})
-        if found is not None:
+        given = gap.filled(held or {})
+        if given is not None:
             break
     else:
         return plan
     if not moving:
-        found = {w: layers & whole_layers(held or {}, w) for w, layers in found.items()}
-    more = tuple(hold for worker in sorted(found) for hold in _holds(worker, found[worker]))
+        given = {w: layers & whole_layers(held or {}, w) for w, layers in given.items()}
+    more = tuple(hold for worker in sorted(given) for hold in _holds(worker, given[worker]))
     return replace(bare, holds=(*bare.holds, *more)) if more else plan
 
 

@@ -163,11 +163,11 @@ def _by_table(
     fixed_high = (items - free) * above // (items * (high.size - low.size))
     fixed_low = items - free - fixed_high
     rest = size - fixed_high * high.size - fixed_low * low.size
-    found = _best_of_all(kinds, free, rest)
+    best = _best_of_all(kinds, free, rest)
     fixed_value = fixed_high * high.value + fixed_low * low.value
-    if found is None or found[0] + fixed_value < worth:
+    if best is None or best[0] + fixed_value < worth:
         return None
-    sizes = (*found[1], *(high.size,) * fixed_high, *(low.size,) * fixed_low)
+    sizes = (*best[1], *(high.size,) * fixed_high, *(low.size,) * fixed_low)
     return tuple(sorted(sizes, reverse=True))
 
 
@@ -199,7 +199,8 @@ def _best_of_all(
 
 Floats = NDArray[np.float64]
 
-#: Slack after `be_quick`: other candidates need not be the very best of their number.
+#: Slack after `be_quick`: further candidates need not be the very best of their number of
+#: pipelines.
 ROUGH = Fraction(5, 1000)
 EXACT = Fraction(0)
 #: After so many sizes in knapsacks only a gain of more than CLOSE is searched for. With next to no
@@ -299,9 +300,9 @@ class SizeSearch:
             if floors[index] > limit:
                 break
             slowest = self._sync(self._order[index], pipelines)
-            found = self._least_time(self._up_to(index), pipelines, limit - slowest)
-            if found is not None:
-                time, sizes = found
+            fastest = self._least_time(self._up_to(index), pipelines, limit - slowest)
+            if fastest is not None:
+                time, sizes = fastest
                 step = time + max(self._sync(size, pipelines) for size in set(sizes))
                 best = BestSizes(sizes=sizes, step=step)
                 limit = step - max(1, int(step * self.slack))

@@ -31,7 +31,7 @@ from oobleck.planner.search.trace import Cuts, trace
 _COARSEST = 1.2
 #: Parts that an interval is divided into.
 _PARTS = 8
-#: Cuts that are drawn for each number of nodes, beside the one that the search found.
+#: Further cuts that are drawn at random for each number of nodes.
 _SAMPLES = 5
 #: Micro-batches per stage of a replay: enough to fill, run and drain.
 _MICROBATCHES = 2
@@ -43,18 +43,19 @@ _MOST_LINKS = MOST_COMMUNICATORS - 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shortlist:
-    """Templates of one size: of least T, and `evened`. `quickest` and `found` may be the same."""
+    """Templates of one size: some of least T, and one that is `evened`. `quickest` and
+    `first_found` may be the same."""
 
     #: Template whose pipeline ends first with micro-batches for all its stages.
     quickest: Costed
     #: First template that the search found.
-    found: Costed
+    first_found: Costed
     #: Next quickest ones, and the evened one.
     others: tuple[Costed, ...] = ()
 
     @property
     def all(self) -> tuple[Costed, ...]:
-        return tuple(dict.fromkeys((self.quickest, self.found, *self.others)))
+        return tuple(dict.fromkeys((self.quickest, self.first_found, *self.others)))
 
 
 def generate_templates(profile: Profile, sizes: Sequence[int]) -> Mapping[int, PipelineTemplate]:
@@ -124,8 +125,8 @@ def least_cuts(table: StageTable, sizes: Sequence[int]) -> Mapping[int, tuple[St
     for nodes in sizes:
         if nodes not in fitting:
             raise PlanInfeasible(f"no template of {nodes} nodes fits the memory")
-    found = _Search(table, fewest, sizes).run()
-    return equal_cuts(table, fewest, found) if found else {}
+    least = _Search(table, fewest, sizes).run()
+    return equal_cuts(table, fewest, least) if least else {}
 
 
 class _Search:
@@ -286,36 +287,36 @@ def template_of(table: StageTable, nodes: int, stages: Stages) -> PipelineTempla
 
 
 def equal_cuts(
-    table: StageTable, fewest: Integers, found: Mapping[int, tuple[float, Stages]]
+    table: StageTable, fewest: Integers, least: Mapping[int, tuple[float, Stages]]
 ) -> Mapping[int, tuple[Stages, ...]]:
     """Return for each number of nodes the cut found for it, first, and others of the same T and the
-    same slowest stage. `found` has T with its cut."""
-    slowest = {n: max(table.stage_time(*stage) for stage in cut) for n, (_, cut) in found.items()}
-    ties = {n: {cut: None} for n, (_, cut) in found.items()}
+    same slowest stage. `least`: T with its cut, by number of nodes."""
+    slowest = {n: max(table.stage_time(*stage) for stage in cut) for n, (_, cut) in least.items()}
+    ties = {n: {cut: None} for n, (_, cut) in least.items()}
     sample = np.random.default_rng(0)
-    sizes = np.array(sorted(found, key=lambda n: (slowest[n], n)), dtype=np.int64)
+    sizes = np.array(sorted(least, key=lambda n: (slowest[n], n)), dtype=np.int64)
     while len(sizes):
         rows = np.array([slowest[n] for n in sizes.tolist()])
         count = swept_together(table, rows, sizes)
         for nodes, total, cut in _drawn(table, fewest, rows[:count], sizes[:count], sample):
-            if total == found[nodes][0]:
+            if total == least[nodes][0]:
                 ties[nodes][cut] = None
         sizes = sizes[count:]
     return {nodes: tuple(cuts) for nodes, cuts in ties.items()}
 
 
 def evened(table: StageTable, sums: Sequence[int], cut: Stages) -> Stages:
-    """Return a cut of as many stages, none slower than the slowest one of `cut`, whose workers have
-    the fewest gradient bytes at most: T has no gradient sums, so it may leave one stage with many.
-    `sums`: running sums of the layers' bytes.
-    """
+    """Return a cut of as many stages, none slower than the slowest one of `cut`, with the least
+    maximum of gradient bytes per worker. T ignores gradient sums, so a cut of least T may leave one
+    stage with many. `sums`: running sums of the layers' bytes."""
     slowest = max(table.stage_time(*stage) for stage in cut)
 
     def most_bytes(some: Stages) -> float:
         return max((sums[stop] - sums[first]) / gpus for first, stop, gpus in some)
 
     def below(limit: float) -> Stages | None:
-        """Fill the last stage as far as it may be, then the one before: those keep least."""
+        """Fill stages from the last one back, each up to the limit: late stages keep the fewest
+        activations."""
         made, stop = [], table.layers
 
         def may_be(first: int, gpus: int) -> bool:
@@ -332,8 +333,8 @@ def evened(table: StageTable, sums: Sequence[int], cut: Stages) -> Stages:
             stop = first
         return None if stop else tuple(reversed(made))
 
-    while (found := below(most_bytes(cut))) is not None:
-        cut = found
+    while (better := below(most_bytes(cut))) is not None:
+        cut = better
     return cut
 
 
@@ -379,7 +380,7 @@ def shortlists(candidates: Sequence[Sequence[Costed]]) -> list[Shortlist]:
         chosen.append(
             Shortlist(
                 quickest=group[order[0]],
-                found=group[0],
+                first_found=group[0],
                 others=tuple(group[at] for at in few if at not in (order[0], 0)),
             )
         )

@@ -114,13 +114,13 @@ class _Walk:
             phase=self._at.phase[queries],
         )
         reach = self._reach(at)
-        found = [self._options(at, k, reach) for k in range(len(self._table.choices))]
-        costs = np.stack([cost for _, cost in found], axis=1)  # [query, k, kind, stop]
+        options = [self._options(at, k, reach) for k in range(len(self._table.choices))]
+        costs = np.stack([cost for _, cost in options], axis=1)  # [query, k, kind, stop]
         flat = costs.reshape(len(queries), -1)
         best = flat == flat.min(1, keepdims=True)
         weight = best if self._sample is None else best * self._sample.random(best.shape)
         k, kind, stop = np.unravel_index(weight.argmax(1), costs.shape[1:])
-        self._take(queries, at, k, kind, found[0][0][np.arange(len(queries)), stop])
+        self._take(queries, at, k, kind, options[0][0][np.arange(len(queries)), stop])
 
     def _options(self, at: _Position, k: int, reach: int) -> tuple[Integers, Floats]:
         """Return the ends of a stage on choices[k] GPUs by [query, stop], and the cost from there

@@ -1,4 +1,4 @@
-"""Comparison of policies on one trace, beside bounds that no policy's choice depends on.
+"""Comparison of policies on one trace, and bounds that hold for all of them.
 
 Owns the bounds. Must not know how a replay goes.
 """
@@ -119,11 +119,11 @@ def node_seconds(setting: Setting) -> float:
 
 def live_nodes(setting: Setting) -> list[tuple[float, int]]:
     """Return the times of changes in seconds, each with the number of live nodes from then on."""
-    at_s, found = 0.0, []
+    at_s, changes = 0.0, []
     for span_s, live in _spans(setting):
-        found.append((at_s, live))
+        changes.append((at_s, live))
         at_s += span_s
-    return found
+    return changes
 
 
 def _spans(setting: Setting) -> list[tuple[float, int]]:
@@ -141,7 +141,7 @@ def _bounds(setting: Setting, node_s: float, tell: Callable[[str, float], None])
     spans = [(span_s, live) for span_s, live in _spans(setting) if span_s]
     best, rates = 0.0, {}
     for live in sorted({live for _, live in spans}):
-        # Fewer nodes are never worse: the others may stay idle.
+        # More nodes are never worse: some may stay idle.
         best = rates[live] = max(best, _first_rate(setting, live))
         tell("bounds", 0.0)
     free = sum(span_s * rates[live] for span_s, live in spans)

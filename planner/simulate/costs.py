@@ -1,4 +1,4 @@
-"""Costs of what interrupts training, as constants: a simulation replays no network and no process.
+"""Costs of interruptions as constants: a simulation replays no network and no process.
 
 Owns their names, defaults and limits.
 """
@@ -68,18 +68,18 @@ def parse_costs(text: str) -> Costs:
     """Parse costs: a JSON object of some of their names. Raises ValueError with the line and the
     fix."""
     try:
-        found = json.loads(text)
+        costs = json.loads(text)
     except (json.JSONDecodeError, RecursionError) as error:
         line = getattr(error, "lineno", 1)
         raise ValueError(f"line {line}: not JSON: {getattr(error, 'msg', error)}") from error
-    if not isinstance(found, dict):
+    if not isinstance(costs, dict):
         raise ValueError('line 1: give one JSON object, as {"detect_s": 0.5}')
-    for name, value in found.items():
+    for name, value in costs.items():
         try:
             Costs(**{_known(name): _cost(name, value)})
         except ValueError as error:
             raise ValueError(f"line {_line(text, name)}: {error}") from error
-    return Costs(**{name: float(value) for name, value in found.items()})
+    return Costs(**{name: float(value) for name, value in costs.items()})
 
 
 def _known(name: str) -> str:

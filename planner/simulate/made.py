@@ -66,26 +66,26 @@ _COUNTS = {"nodes": int, "rack": int, "days": float, "seed": int}
 def parse_make(text: str) -> Make:
     """Parse `mtbf=30d,repair=20h,nodes=1000,days=365` with `rack`, `rack_mtbf` and `seed`. Raises
     ValueError."""
-    found: dict[str, float] = {}
+    values: dict[str, float] = {}
     for part in text.split(","):
-        name, sign, value = (one.strip() for one in part.partition("="))
+        name, sign, value = (piece.strip() for piece in part.partition("="))
         if not sign or name not in {**_TIMES, **_COUNTS}:
             raise ValueError(
                 f"{part.strip()!r}: give {', '.join([*_TIMES, *_COUNTS])} as NAME=VALUE"
             )
         field = _TIMES.get(name, name)
-        if field in found:
+        if field in values:
             raise ValueError(f"{name}: given twice")
         try:
-            found[field] = _time_s(value) if name in _TIMES else _COUNTS[name](value)
+            values[field] = _time_s(value) if name in _TIMES else _COUNTS[name](value)
         except ValueError as error:
             raise ValueError(f"{name}: {value!r} is no {_form(name)}") from error
     missing = [
-        name for name in ("nodes", "mtbf", "repair", "days") if _TIMES.get(name, name) not in found
+        name for name in ("nodes", "mtbf", "repair", "days") if _TIMES.get(name, name) not in values
     ]
     if missing:
         raise ValueError(f"{missing[0]}: missing; a trace needs nodes, mtbf, repair and days")
-    return Make(**found)  # type: ignore[arg-type]  # numbers of the fields' types
+    return Make(**values)  # type: ignore[arg-type]  # numbers of the fields' types
 
 
 def _form(name: str) -> str:
@@ -111,7 +111,7 @@ def make_rows(make: Make) -> Iterator[Row]:
     ages = [1] * make.nodes
     for name in names:
         yield Row(0.0, "add", name)
-    there = [True] * make.nodes
+    present = [True] * make.nodes
     #: Time, kind, number of a node or rack, and a node's age: an older failure is void.
     queue: list[tuple[float, str, int, int]] = []
     if make.mtbf_s:
@@ -124,7 +124,7 @@ def make_rows(make: Make) -> Iterator[Row]:
         at, kind, number, age = heapq.heappop(queue)
         at = round(at, 3)
         if kind == "back":
-            there[number], ages[number] = True, ages[number] + 1
+            present[number], ages[number] = True, ages[number] + 1
             names[number] = f"n{number + 1}.{ages[number]}"
             yield Row(at, "add", names[number])
             if make.mtbf_s:
@@ -136,8 +136,8 @@ def make_rows(make: Make) -> Iterator[Row]:
             hit = list(range(number * make.rack, min((number + 1) * make.rack, make.nodes)))
             heapq.heappush(queue, (at + wait_s(make.rack_mtbf_s), "rack", number, 0))
         for node in hit:
-            if there[node] and (kind == "rack" or ages[node] == age):
-                there[node] = False
+            if present[node] and (kind == "rack" or ages[node] == age):
+                present[node] = False
                 yield Row(at, "remove", names[node])
                 heapq.heappush(queue, (at + make.repair_s, "back", node, 0))
 

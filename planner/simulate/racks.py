@@ -1,6 +1,7 @@
 """Racks of a cluster: rows of a trace may name a rack, and then hit all of its nodes at once.
 
-Owns the form of the file, and what a rack's row stands for. Must not know what events mean.
+Owns the form of the file, and the rows of nodes that replace a rack's row. Must not know what
+events mean.
 """
 
 import math
@@ -42,15 +43,14 @@ def parse_racks(text: str) -> Racks:
 
 
 def with_racks(rows: Iterable[Row], racks: Racks) -> Iterator[Row]:
-    """Yield the rows with a row for each node of a rack in place of one that names the rack: for
-    `add` its absent nodes, else those that are there. Raises ValueError with the line and the
-    fix."""
+    """Yield the rows, each row of a rack replaced by rows of its nodes: for `add` its absent nodes,
+    otherwise its present ones. Raises ValueError with the line and the fix."""
     present: set[str] = set()
     #: Nodes that got a notice, and when it ends unless a row removes them later.
     leaving: dict[str, float] = {}
 
     def takes(node: str, row: Row) -> bool:
-        """Return whether a rack's row is about this node of it."""
+        """Return whether a rack's row applies to this node of the rack."""
         left = node not in present or leaving.get(node, math.inf) <= row.time_s
         match row.event:
             case "add":

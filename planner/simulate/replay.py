@@ -1,8 +1,8 @@
 """Replay of a trace under one policy: which plan runs when, and what each moment is spent on.
 
-Decides nothing itself: `oobleck.planner.recovery.course` says what is asked for, and the policies
-answer. Owns the order of what happens between events: phases of transitions, step boundaries,
-joins, and waiting. Must not know how plans are made.
+Decides nothing itself: `oobleck.planner.recovery.course` says which plan to request, and the
+policies answer. Owns the order of what happens between events: phases of transitions, step
+boundaries, joins, and waiting. Must not know how plans are made.
 """
 
 import math
@@ -29,17 +29,17 @@ from oobleck.planner.simulate.trace import Instant, Trace
 class _Coming:
     """Plan on its way in."""
 
-    found: Outcome
+    outcome: Outcome
     #: The fresh nodes that it was asked for with.
     fresh: tuple[str, ...]
-    #: Whether nothing waits for it: workers switch at a step boundary.
+    #: True if workers train on and switch at a step boundary.
     voluntary: bool
-    #: For a voluntary one: when its state is copied.
+    #: Time at which its state is copied ahead; voluntary plans only.
     ready_at: int = 0
 
     @property
     def newcomers(self) -> frozenset[str]:
-        return frozenset(self.fresh[-1 - seat] for seat in self.found.seats if seat < 0)
+        return frozenset(self.fresh[-1 - seat] for seat in self.outcome.seats if seat < 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,12 +76,12 @@ class Replay:
         self._fault_tolerance = setting.shapes.terms.fault_tolerance
         self.account = Account(batch=setting.batch)
         self._now = 0
-        #: Live nodes in the order of their coming, with the time from which they can take part.
+        #: Live nodes in the order of arrival, with the time from which they can take part.
         self._live: dict[str, int] = {}
         self._losses = Losses()
         self._rates: dict[str, float] = {}
         self._draining: set[str] = set()
-        # The plan that workers hold: what is in each seat, and which of these are lost.
+        # The plan that workers hold: the node in each seat, and the seats whose nodes are lost.
         self._shape: Shape | None = None
         self._names: list[str] = []
         self._seats: dict[str, int] = {}
@@ -99,13 +99,13 @@ class Replay:
         #: Ticks of the phases passed on the way to the next plan.
         self._stood = 0
         self._coming: _Coming | None = None
-        #: Since when no plan is possible, and why.
+        #: Time since which no plan is possible, and why.
         self._waits_since: int | None = 0
         self._reason = "no node is live"
         self._failed = False
         #: Whether workers have to load the newest checkpoint, whose later steps are undone.
         self._rolled_back = False
-        #: Of a broken step, the share of work that is kept.
+        #: Share of a broken step's work that is kept.
         self._kept = 0.0
         self._save_due = ticks(self._costs.checkpoint_every_s)
         self._even_at: int | None = None
@@ -116,7 +116,7 @@ class Replay:
         self._looked: object = None
 
     def run(self, tell: Callable[[float], None] = lambda time_s: None) -> Result:
-        """Replay the trace to its end, and tell the time now and then."""
+        """Replay the trace to its end; `tell` gets the progress in seconds of the trace."""
         end = ticks(self._setting.until_s)
         curve = [(0.0, 0.0)]
         for instant in self._setting.trace.instants:
@@ -255,10 +255,10 @@ class Replay:
                 self.account.saved()
         coming = self._coming
         if coming is not None and self._now >= coming.ready_at:
-            wait_s = self._costs.switch_s + self._transfer_s(coming.found.outrun_bytes)
+            wait_s = self._costs.switch_s + self._transfer_s(coming.outcome.outrun_bytes)
             self._phases.append(("switch", ticks(wait_s)))
             self._kept, self._spent = 0.0, 0
-            self._coming = _Coming(found=coming.found, fresh=coming.fresh, voluntary=False)
+            self._coming = _Coming(outcome=coming.outcome, fresh=coming.fresh, voluntary=False)
 
     def _transfer_s(self, busiest_bytes: float) -> float:
         return busiest_bytes / self._bytes_per_s()
@@ -267,10 +267,10 @@ class Replay:
         links = self._shapes.terms.profile.links
         return self._costs.bytes_per_s or links.inter_node_bytes_per_s
 
-    def _stall_s(self, found: Outcome, more_bytes: int = 0) -> float:
+    def _stall_s(self, outcome: Outcome, more_bytes: int = 0) -> float:
         """Return the time of the moving state."""
         links = self._shapes.terms.profile.links
-        busiest = found.stall_s * links.inter_node_bytes_per_s
+        busiest = outcome.stall_s * links.inter_node_bytes_per_s
         return self._transfer_s(max(busiest, more_bytes))
 
     # ---- Voluntary changes
@@ -289,7 +289,7 @@ class Replay:
         )
         if state == self._looked and (self._look_at is None or self._now < self._look_at):
             return
-        # Nodes that are still starting are looked for again when they are ready.
+        # Look again when nodes that are still starting are ready.
         later = [self._live[name] for name in coming if name not in ready]
         self._looked, self._look_at = state, min(later, default=None)
         if leaving and self._propose(course.WITHOUT_DRAINED, leaving, self._fresh()):
@@ -317,18 +317,18 @@ class Replay:
 
     def _joiners(self) -> list[str]:
         """Return the nodes outside the plan that may join."""
-        found = [
+        names = [
             name
             for name in self._live
             if name not in self._seats
             and name not in self._draining
             and self._rates.get(name, 1.0) == 1
         ]
-        return found[: self._room()]
+        return names[: self._room()]
 
     def _fresh(self, *, slow: bool = False) -> list[str]:
         """Return the nodes outside the plan that can take part now; `slow`: slow ones as well."""
-        found = [
+        names = [
             name
             for name, ready_at in self._live.items()
             if ready_at <= self._now
@@ -336,7 +336,7 @@ class Replay:
             and name not in self._draining
             and (slow or self._rates.get(name, 1.0) == 1)
         ]
-        return found[: self._room()]
+        return names[: self._room()]
 
     def _room(self) -> int | None:
         """Return how many nodes the job may take in; None: any number."""
@@ -355,15 +355,15 @@ class Replay:
     ) -> bool:
         """Ask for a plan for a step boundary; return whether there is one."""
         try:
-            found = self._ask(wanted, leaving, fresh)
+            outcome = self._ask(wanted, leaving, fresh)
         except PlanInfeasible:
             return False
-        stay = sum(seat >= 0 for seat in found.seats)
-        if joining and not (stay == len(self._names) and stay < len(found.seats)):
+        stay = sum(seat >= 0 for seat in outcome.seats)
+        if joining and not (stay == len(self._names) and stay < len(outcome.seats)):
             return False
-        ready_s = self._costs.plan_s + max(self._costs.prepare_s, self._stall_s(found))
+        ready_s = self._costs.plan_s + max(self._costs.prepare_s, self._stall_s(outcome))
         self._coming = _Coming(
-            found=found, fresh=tuple(fresh), voluntary=True, ready_at=self._now + ticks(ready_s)
+            outcome=outcome, fresh=tuple(fresh), voluntary=True, ready_at=self._now + ticks(ready_s)
         )
         return True
 
@@ -453,7 +453,7 @@ class Replay:
             if name in self._seats:
                 hit.add(self._seats.pop(name))
         for name in instant.added:
-            # What was there first is ready at once: the job has not begun.
+            # Nodes of the start are ready at once.
             begun = 0 if instant.time_s == 0 else ticks(self._costs.join_s)
             self._live[name] = self._now + begun
         for name, rate in instant.rates.items():
@@ -495,7 +495,7 @@ class Replay:
             self._losses.come(NodeName(name), instant.time_s)
 
     def _change_pace(self) -> None:
-        """Go on at the workers' new rates, which are noticed later."""
+        """Continue at the workers' new rates; the answer follows when they are noticed."""
         assert self._shape is not None, "there is a plan"
         self._even_at = self._now + ticks(self._costs.slow_s)
         if self._coming is not None and not self._coming.voluntary:
@@ -504,7 +504,7 @@ class Replay:
         self._set_step(share)
 
     def _set_step(self, left: float) -> None:
-        """Set the length of a step, of which so much is left."""
+        """Set the length of a step, with the share `left` of it still to do."""
         assert self._shape is not None, "there is a plan"
         rates = tuple(one for one in self._slow(()) if one[0] >= 0)
         slow = rates or self._shape.plan.rates
@@ -515,12 +515,12 @@ class Replay:
         self._left = min(self._step, max(1, round(left * self._step)))
 
     def _break(self, repaired: Collection[int]) -> None:
-        """Answer losses of nodes or processes of the plan."""
+        """Request a plan after losses of the plan's nodes or processes."""
         # Processes that are started anew hold nothing before the next plan is entered.
         repaired = self._repaired = self._repaired.union(repaired) - self._gone
         coming, self._coming = self._coming, None
-        #: True: workers were on a way that moves state, so what they hold is not certain.
-        moving = coming is not None and not coming.voluntary and coming.found.moved_bytes > 0
+        #: True if state was moving, so that the layers that workers hold are not certain.
+        moving = coming is not None and not coming.voluntary and coming.outcome.moved_bytes > 0
         if coming is None or coming.voluntary:
             self._break_step()
         self._phases.clear()
@@ -532,8 +532,8 @@ class Replay:
             self._roll_back()
         wanted = self._wanted(certain=not (moving or repaired))
         more = sum(map(self._held_bytes, repaired))
-        found, fresh = self._found_without_draining(wanted)
-        if found is None:
+        outcome, fresh = self._found_without_draining(wanted)
+        if outcome is None:
             self._empty(repaired)
             self._begin_to_wait()
             return
@@ -543,7 +543,7 @@ class Replay:
         self._phases.append(("abort", ticks(costs.abort_s)))
         if repaired:
             self._phases.append(("process", ticks(costs.process_s)))
-        self._set_out(found, fresh, more_bytes=more)
+        self._set_out(outcome, fresh, more_bytes=more)
 
     def _wanted(self, *, certain: bool) -> PlanWanted:
         """Return the wanted plan where the running one cannot go on. `certain`: workers hold what
@@ -608,39 +608,40 @@ class Replay:
             for shard in shards
         )
 
-    def _set_out(self, found: Outcome, fresh: list[str], *, more_bytes: int = 0) -> None:
-        """Begin the way into a plan that all wait for."""
+    def _set_out(self, outcome: Outcome, fresh: list[str], *, more_bytes: int = 0) -> None:
+        """Begin the transition into a plan that all wait for."""
         costs = self._costs
         self._phases.append(("meeting", ticks(costs.meeting_s)))
         if self._rolled_back:
             self._phases.append(("load", ticks(costs.load_s)))
         else:
-            self._phases.append(("transfer", ticks(self._stall_s(found, more_bytes))))
+            self._phases.append(("transfer", ticks(self._stall_s(outcome, more_bytes))))
             self.account.moved_bytes += more_bytes
-        self._coming = _Coming(found=found, fresh=tuple(fresh), voluntary=False)
+        self._coming = _Coming(outcome=outcome, fresh=tuple(fresh), voluntary=False)
 
     def _enter(self) -> None:
         """Begin to train in the plan on its way."""
         coming = self._coming
         assert coming is not None, "a plan is on its way"
-        found, before = coming.found, self._names
+        outcome, before = coming.outcome, self._names
         self._names = [
-            before[seat] if seat >= 0 else coming.fresh[-1 - seat] for seat in found.seats
+            before[seat] if seat >= 0 else coming.fresh[-1 - seat] for seat in outcome.seats
         ]
         self._seats = {name: seat for seat, name in enumerate(self._names)}
-        self._shape, self._gone, self._coming = found.shape, set(), None
+        self._shape, self._gone, self._coming = outcome.shape, set(), None
         self._repaired = frozenset()
-        self._step_s, self._then = found.step_s * self._costs.step_ratio, found.then
+        self._step_s, self._then = outcome.step_s * self._costs.step_ratio, outcome.then
         self._set_step(1 - self._kept)
         self._kept = 0.0
         self._trained, self._looked, self._look_at = False, None, None
-        self.account.counts[found.policy, found.rule] += 1
-        self.account.stalls[found.policy, found.rule].append(self._stood)
+        self.account.counts[outcome.policy, outcome.rule] += 1
+        self.account.stalls[outcome.policy, outcome.rule].append(self._stood)
         self._stood = 0
         if not self._rolled_back:
-            self.account.moved_bytes += found.moved_bytes
+            self.account.moved_bytes += outcome.moved_bytes
         self._rolled_back = False
-        if found.policy != course.AROUND_SLOW:  # a rate may have changed since that was asked for
+        # A plan around slow workers may be due again: a rate may have changed since its request.
+        if outcome.policy != course.AROUND_SLOW:
             slow = any(rate != 1 for rate in self._rates.values())
             self._even_at = self._now if slow else None
         if self._costs.first_step_s:
@@ -680,20 +681,20 @@ class Replay:
             return
         if any(own <= self._gone for own in self._shape.holders) and not self._roll_back():
             return
-        found, fresh = self._resumed()
+        outcome, fresh = self._resumed()
         self._waits_since = None
         self._phases.append(("plan", ticks(self._costs.plan_s)))
-        self._set_out(found, fresh)
+        self._set_out(outcome, fresh)
 
     def _start(self, *, free: bool) -> None:
         """Begin the job, if there are enough nodes."""
         try:
-            found, fresh = self._resumed()
+            outcome, fresh = self._resumed()
         except PlanInfeasible as infeasible:
             self._reason = str(infeasible)
             return
         self._waits_since = None
-        self._coming = _Coming(found=found, fresh=tuple(fresh), voluntary=False)
+        self._coming = _Coming(outcome=outcome, fresh=tuple(fresh), voluntary=False)
         self._save_due = self._now + ticks(self._costs.checkpoint_every_s)
         if free:
             self._enter()

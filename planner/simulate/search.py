@@ -31,12 +31,12 @@ class Point:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tried:
-    """Settings and what they give: the greater the value, the better."""
+    """Settings and the result of a replay with them: the greater the value, the better."""
 
     point: Point
     value: float
     #: Figures of the replay; empty where there is no plan.
-    told: Mapping[str, Any]
+    figures: Mapping[str, Any]
     #: Why there is no plan.
     refused: str = ""
 
@@ -54,7 +54,7 @@ class Found:
 
     def data(self, objective: str) -> Mapping[str, Any]:
         """Return it as plain data, for JSON."""
-        second = next((one for one in self.tried[1:] if one.told), None)
+        second = next((one for one in self.tried[1:] if one.figures), None)
         return {
             "objective": objective,
             "tried": len(self.tried),
@@ -64,14 +64,14 @@ class Found:
         }
 
 
-def _data(one: Tried, best: Tried) -> Mapping[str, Any]:
-    told: dict[str, Any] = {**asdict(one.point), **one.told}
-    if one.told:
+def _data(tried: Tried, best: Tried) -> Mapping[str, Any]:
+    figures: dict[str, Any] = {**asdict(tried.point), **tried.figures}
+    if tried.figures:
         # Values are samples per second, or costs below 0.
-        told["worse_by"] = abs(best.value - one.value) / abs(best.value) if best.value else 0.0
+        figures["worse_by"] = abs(best.value - tried.value) / abs(best.value) if best.value else 0.0
     else:
-        told["refused"] = one.refused
-    return told
+        figures["refused"] = tried.refused
+    return figures
 
 
 def search(start: Point, nodes: int, attempt: Callable[[Point], Tried]) -> Found:

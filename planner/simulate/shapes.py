@@ -2,7 +2,7 @@
 
 A shape is a plan whose nodes are named by their places. Places of alike pipelines are
 interchangeable: if one of several alike pipelines is hit, it is taken to be the first of them.
-Asks for every plan by `oobleck.planner.recovery.course`, as the master does. Must not know time.
+Requests every plan by `oobleck.planner.recovery.course`, as the master does. Must not know time.
 """
 
 from collections import defaultdict
@@ -43,7 +43,7 @@ Racks = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Shape:
-    """Plan of places, and the base of later plans. There is one object for each."""
+    """Plan whose nodes are places, and the base of later plans. Equal shapes are one object."""
 
     plan: Plan
     base: Plan
@@ -58,7 +58,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """Next plan, as a shape, and what it takes to get there."""
+    """Next plan, as a shape, and the cost of the transition into it."""
 
     shape: Shape
     #: For each of its seats the seat before; fresh nodes by their number from -1 down.
@@ -137,7 +137,7 @@ class Shapes:
             raise PlanInfeasible("no node is live")
         terms = self.terms
         names = [NodeName(f"s{number:05}") for number in range(nodes)]
-        found = make_first_plan(
+        first = make_first_plan(
             self._catalogue,
             terms.sizes,
             names,
@@ -149,13 +149,13 @@ class Shapes:
             shadows=terms.shadows,
             racks={names[-1 - number]: f"r{rack}" for number, rack in racks},
         )
-        plan = found.plan
+        plan = first.plan
         shape, before = self._shape(plan, plan)
         seat = {name: -1 - number for number, name in enumerate(names)}
         return Outcome(
             shape=shape,
             seats=tuple(seat[name] for name in before),
-            step_s=max(found.choice.step_s, _LEAST_STEP_S),
+            step_s=max(first.choice.step_s, _LEAST_STEP_S),
             policy="templates",
             rule="first",
         )
@@ -292,7 +292,7 @@ def _moved(workers: Iterable[WorkerId], place: Mapping[NodeName, NodeName]) -> t
 
 
 def _kind(pipeline: Pipeline) -> tuple[object, ...]:
-    """Return what alike pipelines have in common; bigger pipelines come first in its order."""
+    """Return a key that alike pipelines share; it sorts bigger pipelines first."""
     places = {name: number for number, name in enumerate(pipeline.nodes)}
     return (
         -len(pipeline.nodes),

@@ -121,28 +121,28 @@ def _row(number: int, time: str, event: str, node: str, value: str = "") -> Row:
         raise ValueError(f"line {number}: unknown event {event!r}; {fix}")
     if not node or not node.isprintable():
         raise ValueError(f"line {number}: node is {node!r}; name the node")
-    found = _number(value)
+    parsed = _number(value)
     if event not in _WITH_VALUE:
         if value:
             raise ValueError(f"line {number}: {event} takes no value, and has {value!r}; remove it")
-    elif event == "slow" and (found is None or not 0 < found <= 1):
+    elif event == "slow" and (parsed is None or not 0 < parsed <= 1):
         raise ValueError(
             f"line {number}: the rate is {value!r}; give the share of the profiled speed, above 0 "
             "and at most 1"
         )
-    elif event == "notice" and (found is None or not 0 <= found <= _LATEST_S):
+    elif event == "notice" and (parsed is None or not 0 <= parsed <= _LATEST_S):
         raise ValueError(
             f"line {number}: the notice is {value!r}; give the seconds until the node is removed"
         )
-    return Row(time_s, event, node, found if event in _WITH_VALUE else None, number)
+    return Row(time_s, event, node, parsed if event in _WITH_VALUE else None, number)
 
 
 def _number(text: str) -> float | None:
     try:
-        found = float(text)
+        number = float(text)
     except ValueError:
         return None
-    return found if math.isfinite(found) else None
+    return number if math.isfinite(number) else None
 
 
 def _in_order(rows: Iterable[Row]) -> Iterator[Row]:
@@ -176,7 +176,7 @@ def _with_ends(rows: Sequence[Row]) -> Iterable[Row]:
                     ends[key] = Row(at, "remove", row.node, row.value, row.line)
             case _:
                 pass
-    # A node may come back at the very end of its notice, which itself comes before its end.
+    # A node may return at the moment its notice ends; its remove must precede that.
     return heapq.merge(
         rows,
         sorted(ends.values(), key=lambda row: (row.time_s, row.line, row.node)),
@@ -188,7 +188,7 @@ def _instant(time_s: float, rows: list[Row], present: set[str]) -> Instant:
     """Return the instant of `rows`, and keep the nodes `present` up to date."""
     before = frozenset(present)
     rates: dict[str, float] = {}
-    told: dict[str, dict[str, None]] = {event: {} for event in EVENTS}
+    by_event: dict[str, dict[str, None]] = {event: {} for event in EVENTS}
     for row in rows:
         node = row.node
         if row.event == "add":
@@ -198,7 +198,7 @@ def _instant(time_s: float, rows: list[Row], present: set[str]) -> Instant:
                     "name another node"
                 )
             present.add(node)
-            told["add"][node] = None
+            by_event["add"][node] = None
             continue
         if node not in present:
             raise ValueError(
@@ -212,17 +212,17 @@ def _instant(time_s: float, rows: list[Row], present: set[str]) -> Instant:
         if row.event == "remove":
             present.discard(node)
             rates.pop(node, None)
-            for others in told.values():
+            for others in by_event.values():
                 others.pop(node, None)
             if node not in before:
-                continue  # it has come and gone
-        told[row.event][node] = None
+                continue  # added and removed at the same time
+        by_event[row.event][node] = None
     return Instant(
         time_s=time_s,
         line=rows[0].line,
-        removed=tuple(told["remove"]),
-        added=tuple(told["add"]),
+        removed=tuple(by_event["remove"]),
+        added=tuple(by_event["add"]),
         rates=rates,
-        noticed=tuple(told["notice"]),
-        repaired=tuple(told["repair"]),
+        noticed=tuple(by_event["notice"]),
+        repaired=tuple(by_event["repair"]),
     )

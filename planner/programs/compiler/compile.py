@@ -132,18 +132,18 @@ def _hoisted(
                 ordered[step.peer].append((place, step))
         steps.append((step, place))
     for own in ordered.values():
-        # The next one to be received is last.
+        # A stack: the next message to receive is last.
         own.sort(key=lambda receive: receive[0], reverse=True)
-    found: list[Instruction] = []
+    hoisted: list[Instruction] = []
     for step, place in steps:
         if place is None:
-            found.append(step)
+            hoisted.append(step)
             continue
         assert isinstance(step, Message)
         left = ordered[step.peer]
         while left and left[-1][0] <= place:
-            found.append(left.pop()[1])
-    return found
+            hoisted.append(left.pop()[1])
+    return hoisted
 
 
 A = TypeVar("A", bound=Action)
@@ -321,13 +321,13 @@ def add_communication(
     that have the same rows. Gradients go no further than to the hop of layer `lowest` of their
     micro-batch, by default layer 0.
     """
-    found: dict[tuple[int, int], _Neighbours] = {}
+    neighbours: dict[tuple[int, int], _Neighbours] = {}
     for step in compute:
         route = routes[step.microbatch]
         key = id(route), step.first_layer
-        if key not in found:
-            found[key] = _Neighbours.of(worker, step.first_layer, route)
-        near = found[key]
+        if key not in neighbours:
+            neighbours[key] = _Neighbours.of(worker, step.first_layer, route)
+        near = neighbours[key]
         if isinstance(step, Forward):
             if not near.before or not near.after:
                 yield _at(LoadTokens, near.hop, step.microbatch)

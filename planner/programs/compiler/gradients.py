@@ -64,8 +64,8 @@ def gradient_buckets(
         for owners, held in [*by_owners.items(), *further]
         for parts in (_filled(held, layer_bytes) if layer_bytes is not None else [held])
     ]
-    # Two buckets share the layer of an own part only where it is cut into pieces. Only those and
-    # the tied buckets can need the tie-break.
+    # The owners break ties: two buckets have parts of one layer only if it is cut into pieces, or
+    # tied.
     return tuple(sorted(buckets, key=lambda bucket: (-_highest(bucket), bucket.owners)))
 
 
@@ -132,13 +132,13 @@ def _runs(plan: Plan) -> Iterator[tuple[range, list[Hold]]]:
     cuts = {hold.first_layer for hold in plan.holds} | {h.last_layer + 1 for h in plan.holds}
     runs = [range(start, stop) for start, stop in pairwise(sorted(cuts))]
     number = {run.start: index for index, run in enumerate(runs)}
-    found: list[list[Hold]] = [[] for _ in runs]
+    holds: list[list[Hold]] = [[] for _ in runs]
     for hold in plan.holds:
         for index in range(number[hold.first_layer], len(runs)):
             if runs[index].start > hold.last_layer:
                 break
-            found[index].append(hold)
-    yield from zip(runs, found, strict=True)
+            holds[index].append(hold)
+    yield from zip(runs, holds, strict=True)
 
 
 def _pieces(holds: Collection[Hold]) -> Iterator[tuple[Share, tuple[WorkerId, ...]]]:

@@ -83,10 +83,10 @@ def compile_own_evaluation(
 
 def _neighbourhood(plan: Plan, worker: WorkerId) -> set[WorkerId]:
     """Return `worker` and the workers of the hops before and after its own."""
-    found = {worker}
+    neighbourhood = {worker}
     for route in plan.routes:
         for position, hop in enumerate(route.hops):
             if worker in hop.workers:
                 around = route.hops[max(0, position - 1) : position + 2]
-                found.update(member for near in around for member in near.workers)
-    return found
+                neighbourhood.update(member for near in around for member in near.workers)
+    return neighbourhood

@@ -371,7 +371,7 @@ def _shortest(first: _Order, second: _Order) -> tuple[_Order, _Order]:
 
 
 def _alike(first: _Order, second: _Order, kind: type[Compute]) -> int:
-    """Count the steps of the kind that both begin with, in the same order."""
+    """Count the steps of the kind at the begin of both orders, as far as these are equal."""
     pairs = zip(first, second, strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1] and pair[0][0] is kind, pairs))
 

@@ -226,8 +226,8 @@ class Bank:
         self._on_way: dict[int, int] = {}
         #: By worker: room that those on their way leave free.
         self._spare = list(visits.room)
-        #: Hops whose visits would leave no safe state. Only a micro-batch that comes through can
-        #: change that: a forward that begins takes only memory that its micro-batch needed anyway.
+        #: Hops at which a forward would leave no safe state. This holds until a micro-batch comes
+        #: through: a forward that begins takes only memory that its micro-batch needed anyway.
         self._refused: set[int] = set()
         self.came_through = False
         #: By hop: bytes kept there, before it, and from it on.
@@ -339,7 +339,7 @@ def run_pass(visits: Visits, rank: list[int], spare: int | None) -> Pass:
     kept, deferred, splits, message = visits.kept, visits.deferred, visits.splits, visits.message
     first, last = visits.first, visits.last
     ticks = visits.forward + visits.backward + visits.weight
-    # Heap key of a visit: its micro-batch's rank, then itself.
+    # Heap key of a visit: its micro-batch's rank, then the visit's number.
     key = [rank[owner] * count + visit for visit, owner in enumerate(visits.owner)]
     bank = None if visits.ordered else Bank(visits)
     # By group: visits that are ready. Backwards that can wait are among the weight gradients. With
@@ -438,7 +438,7 @@ def run_pass(visits: Visits, rank: list[int], spare: int | None) -> Pass:
             for worker in members[group]:
                 free[worker] += back
         if bank is not None and bank.came_through:
-            # That may let any group begin.
+            # The freed memory may let any group begin.
             bank.came_through = False
             touched = list(range(groups))
     assert len(begun) == 2 * count + sum(splits), "memory stuck"

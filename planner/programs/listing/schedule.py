@@ -67,7 +67,7 @@ def _least_ends(visits: Visits, load: Sequence[int]) -> tuple[int, list[int]]:
     longest = 0
     for microbatch, path in enumerate(visits.path):
         if visits.place[microbatch] > 0:
-            continue  # like the first one of its route
+            continue  # equal to the first micro-batch of its route
         time = 0
         begins = []
         for visit in path:
@@ -166,7 +166,8 @@ def foreseen(plan: Plan) -> Foreseen | None:
 
 
 def _asked(plan: Plan) -> tuple[Plan, tuple[int, ...]] | None:
-    """Return the plan with all that its list schedule depends on, and its listed routes."""
+    """Return the plan reduced to what its list schedule depends on (a cache key), and its listed
+    routes."""
     routes = listed_routes(plan)
     if not routes:
         return None
@@ -422,28 +423,29 @@ def _passes(visits: Visits, budget_visits: int) -> int:
 
 
 def _best(visits: Visits, passes: int) -> Pass:
-    """Return the best of so many passes, the first among equals; those by rules are tried first.
-    The search ends early at a makespan equal to the lower bound."""
+    """Return the best of so many passes, the first among equals. Passes by rules are made first,
+    then passes with random changes. The search ends early at a makespan equal to the lower
+    bound."""
     least = least_makespan(visits)
     best: Pass | None = None
     start: _Try = [], None
     for tried in islice(_rules(visits), passes):
         passes -= 1
-        found = _run(visits, tried)
-        if best is None or found.makespan < best.makespan:
-            best, start = found, tried
+        made = _run(visits, tried)
+        if best is None or made.makespan < best.makespan:
+            best, start = made, tried
         if best.makespan == least:
             return best
     assert best is not None, "there is one pass at least"
     draws = _draws()
     for _ in range(passes):
         tried = _changed(visits, *start, draws)
-        found = _run(visits, tried)
-        # An equally good one is the next start, so that the search moves on.
-        if found.makespan <= best.makespan:
+        made = _run(visits, tried)
+        # Start the next change from an equally good pass too, so that the search leaves plateaus.
+        if made.makespan <= best.makespan:
             start = tried
-        if found.makespan < best.makespan:
-            best = found
+        if made.makespan < best.makespan:
+            best = made
         if best.makespan == least:
             break
     return best

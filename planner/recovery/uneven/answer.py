@@ -47,8 +47,8 @@ _MOST_ASIDE = 3
 def of_other_nodes(change: Change, now: Situation) -> Iterator[Answer]:
     """Yield plans of templates without the slowest nodes, or with some that now stand by.
 
-    A node that stands by hands nothing over, so others must hold all its layers. The job must still
-    be able to lose as many nodes as it wants, or as many as now if that is fewer.
+    A node that stands by sends no state, so others must hold all its layers. The job must still be
+    able to lose as many nodes as it wants, or as many as now if that is fewer.
     """
     running = change.plan
     tolerated = min(change.fault_tolerance, can_lose(running))
@@ -113,10 +113,11 @@ def uneven(change: Change) -> Sequence[Answer]:
         if undone is None:
             raise
         worth = [replace(undone, undoes=True)]
-    return [_told(offer, change, before_s) for offer in worth]
+    return [_explained(offer, change, before_s) for offer in worth]
 
 
-def _told(offer: Answer, change: Change, before_s: float) -> Answer:
+def _explained(offer: Answer, change: Change, before_s: float) -> Answer:
+    """Return the offer with its reason for operators, and its follow-up."""
     reason = (
         f"{_slow_ones(change)}: {offer.found.rule}: a step takes {offer.step_s:.4g} s in place of "
         f"{before_s:.4g} s, and {format_bytes(offer.moved_bytes)} move"
@@ -157,9 +158,9 @@ def _by_rates(change: Change, now: Situation) -> Iterator[Answer]:
         ):
             continue
         if each.rule == "recut" and can_lose_behind(plan, change) < tolerated:
-            continue  # no memory for its shadows
-        found = Reconfiguration(plan=plan, rule=each.rule, reason="", idle=idle(change, plan))
-        yield answer("uneven", found, each.step_s, change)
+            continue  # its shadows do not fit the memory
+        made = Reconfiguration(plan=plan, rule=each.rule, reason="", idle=idle(change, plan))
+        yield answer("uneven", made, each.step_s, change)
     yield from of_other_nodes(change, now)
 
 

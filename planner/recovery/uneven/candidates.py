@@ -50,24 +50,24 @@ _Counts = Counter[_Hops]
 def around(
     plan: Plan, ticks: Callable[[Hop], int], *, whole: bool, parts: Sequence[float]
 ) -> Sequence[Plan]:
-    """Return plans after these parts of all moves, from `plan` on to one in which no further move
-    relieves the busiest worker.
+    """Return plans from a sequence of moves that ends when no further move relieves the busiest
+    worker: one plan for each of `parts`, after that part of the moves.
 
     Each move takes one micro-batch of the busiest worker to where the busiest of its new workers
     has least to do. With `whole`, whole routes are choices too, and win ties. `ticks` is the time
     of a micro-batch on a worker of that hop, with its rate.
     """
     moves = _Moves(plan, ticks, whole=whole)
-    made = []
+    states = []
     while moves.make_one():
-        made.append(tuple(moves.counts.items()))
-    found = []
-    for number in dict.fromkeys(round(part * len(made)) for part in parts):
+        states.append(tuple(moves.counts.items()))
+    plans = []
+    for number in dict.fromkeys(round(part * len(states)) for part in parts):
         if number:
-            ways = made[number - 1]
+            ways = states[number - 1]
             routes = tuple(Route(hops=hops, microbatches=count) for hops, count in ways if count)
-            found.append(replace(plan, routes=routes, listing=None))
-    return found
+            plans.append(replace(plan, routes=routes, listing=None))
+    return plans
 
 
 class _Moves:
@@ -110,12 +110,12 @@ class _Moves:
 
     def _ways(self, hops: _Hops, busiest: WorkerId) -> list[_Hops]:
         """Return ways without that worker for a micro-batch of these hops."""
-        found = []
+        ways = []
         if self._whole:
             others = [way for way, n in self.counts.items() if n and not _meets(way, busiest)]
             least = min(others, key=self._most, default=None)
             if least is not None:
-                found.append(least)
+                ways.append(least)
         avoided = next(hop.workers for hop in hops if busiest in hop.workers)
         if avoided not in self._spreads:
             others_hold = {w: own for w, own in self._held.items() if busiest not in w}
@@ -123,10 +123,10 @@ class _Moves:
         with suppress(PlanInfeasible):
             way = self._spreads[avoided].way(hops)
             for hop in way:
-                if hop not in hops:  # the way is only considered
+                if hop not in hops:  # count no work of a way that is only considered
                     add_load(self._load, hop, -self._ticks(hop))
-            found.append(merged(way))
-        return found
+            ways.append(merged(way))
+        return ways
 
     def _most(self, way: _Hops) -> int:
         return max(self._load[w] + self._ticks(hop) for hop in way for w in hop.workers)
@@ -186,8 +186,8 @@ def candidates(now: Situation) -> Iterator[Candidate]:
 
 
 def _whole_routes(now: Situation) -> Plan:
-    """Return the routes of the base on the current holds: the same layers, and shadows of others.
-    Return the running plan where the holds do not allow that."""
+    """Return the base's routes on the current holds, where workers still hold the layers of these
+    routes; otherwise the running plan."""
     try:
         return replace(now.base, holds=now.running.holds, listing=None, rates=())
     except ValueError:
@@ -218,14 +218,14 @@ def recuts(source: Plan, now: Situation) -> Iterator[Candidate]:
         return
     schedules: tuple[Schedule, ...] = (source.schedule, "1f1b")
     cuts = [recut(source.having(schedule=s), now.profile) for s in dict.fromkeys(schedules)]
-    found = [
+    offers = [
         each
         for plan in cuts
         if plan.holds != source.holds
         for each in _of_pipelines("recut", _with_shadows_in_place(plan, now), now)
     ]
-    if found:
-        yield min(found, key=lambda each: each.step_s)
+    if offers:
+        yield min(offers, key=lambda each: each.step_s)
 
 
 def _with_shadows_in_place(cut: Plan, now: Situation) -> Plan:
@@ -248,8 +248,8 @@ def _partial_reroutes(source: Plan, now: Situation) -> Iterator[Candidate]:
     for whole in (True,) if many else (False, True):
         for plan in around(source, ticks, whole=whole, parts=_PARTS[:1] if many else _PARTS):
             with suppress(PlanInfeasible):
-                # For merely slow workers, a job that names a schedule has its backwards split only
-                # by that schedule.
+                # For merely slow workers, a schedule that the job names decides whether backwards
+                # are split.
                 split = not now.schedule_named or splits_backward(plan.schedule)
                 routed, step_s = scheduled(plan, now, split=split)
                 if best is None or step_s < best.step_s:
@@ -302,7 +302,7 @@ def hop_ticks(profile: Profile, plan: Plan) -> Callable[[Hop], int]:
     known: dict[tuple[int, int, int, float], int] = {}
 
     def ticks(hop: Hop) -> int:
-        # Hops are many and alike, and hashing one takes longer than its own rate.
+        # Without rates, skip a lookup that hashes each of many hops.
         rate = plan.rate(hop.workers) if plan.rates else 1.0
         key = hop.first_layer, hop.last_layer, len(hop.workers), rate
         if key not in known:

@@ -80,11 +80,11 @@ def recut(plan: Plan, profile: Profile) -> Plan:
     running any are left out."""
     table = StageTable(profile)
     state = np.cumsum([0, *(layer.travelling_bytes for layer in profile.layers)], dtype=np.float64)
-    pipelines = tuple(_recut(one, plan, table, state) for one in plan.pipelines)
+    pipelines = tuple(_recut(pipeline, plan, table, state) for pipeline in plan.pipelines)
     if pipelines == plan.pipelines:
         return plan
-    found = Plan.of_pipelines(pipelines, generation=plan.generation, schedule=plan.schedule)
-    return found.with_rates({one.worker: one.rate for one in plan.rates})
+    made = Plan.of_pipelines(pipelines, generation=plan.generation, schedule=plan.schedule)
+    return made.with_rates({slow.worker: slow.rate for slow in plan.rates})
 
 
 def _recut(pipeline: Pipeline, plan: Plan, table: StageTable, state: _Matrix) -> Pipeline:

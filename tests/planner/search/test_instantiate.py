@@ -187,7 +187,7 @@ def test_few_microbatches_get_the_fastest_sizes_there_are(gpus_per_node: int) ->
         judge = Offer(
             costed={size: Costed(template, profile) for size, template in templates.items()},
             equals={},
-            found={},
+            first_found={},
             replays=Replays(profile, tied=False),
             profile=profile,
         ).judge_quickly

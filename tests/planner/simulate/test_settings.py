@@ -15,10 +15,10 @@ START = Point(fault_tolerance=1, spares=0, min_nodes=2, checkpoint_every_s=3600)
 def test_search_finds_the_best_of_all_where_there_is_one_hill() -> None:
     def attempt(point: Point) -> Tried:
         if point.min_nodes > 3:
-            return Tried(point=point, value=NOTHING, told={}, refused="needs more nodes")
+            return Tried(point=point, value=NOTHING, figures={}, refused="needs more nodes")
         value = 100.0 - (point.fault_tolerance - 2) ** 2 - 3 * abs(point.spares - 1)
         value -= (point.min_nodes - 1) / 10 + abs(point.checkpoint_every_s - 900) / 1e4
-        return Tried(point=point, value=value, told={"samples_per_s": value})
+        return Tried(point=point, value=value, figures={"samples_per_s": value})
 
     found = search(START, 6, attempt)
     grid = product(range(6), range(6), range(1, 6), (60, 300, 900, 1800, 3600, 7200))
@@ -42,8 +42,8 @@ def test_search_finds_the_best_of_all_where_there_is_one_hill() -> None:
 def test_search_tells_what_has_no_plan_and_leaves_out_checkpoints_that_are_not_wanted() -> None:
     def attempt(point: Point) -> Tried:
         if point != START_WITHOUT:
-            return Tried(point=point, value=NOTHING, told={}, refused="needs 4 nodes")
-        return Tried(point=point, value=-3.0, told={"cost_per_million_samples": 3.0})
+            return Tried(point=point, value=NOTHING, figures={}, refused="needs 4 nodes")
+        return Tried(point=point, value=-3.0, figures={"cost_per_million_samples": 3.0})
 
     told = search(START_WITHOUT, 4, attempt).data("cost_per_million_samples")
     assert told["second"] is None
