@@ -483,7 +483,7 @@ class Restored(msgspec.Struct, frozen=True, kw_only=True, tag="restored"):
     passed_over: tuple[str, ...] = ()
     #: Job that saved it; empty: unknown.
     job: str = ""
-    #: Reason why the records beside it cannot be used; empty: they can, or there are none.
+    #: Reason why the checkpoint's records cannot be used; empty: they can, or there are none.
     records_problem: str = ""
 
 

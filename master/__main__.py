@@ -1,4 +1,5 @@
-"""`oobleck-master`: reads the flags, locks the state directory, and serves until it is ended."""
+"""`oobleck-master`: reads the flags, locks the state directory, and serves until a signal ends
+it."""
 
 import asyncio
 import contextlib
@@ -76,8 +77,8 @@ def choose_heads(listen: str, heads: str) -> tuple[str, ...]:
     if heads:
         return tuple(_read("--heads", split_addresses, heads))
     host, port = split_address(listen)
-    told = port != 0 and host not in ("0.0.0.0", "::") and leaves_host(listen)
-    return (listen,) if told else ()
+    reachable = port != 0 and host not in ("0.0.0.0", "::") and leaves_host(listen)
+    return (listen,) if reachable else ()
 
 
 def choose_retention(forget_nodes_after: str, keep_jobs: int) -> Retention:
@@ -98,7 +99,7 @@ def _read_backup(backups: Sequence[Path], state_dir: Path) -> Summary | None:
 
 
 def _brings_authority(config: MasterConfig) -> bool:
-    """Return whether the master's authority comes from the backup."""
+    """Return whether the backup to restore brings the authority."""
     return (
         config.restored is not None
         and config.pki == config.state_dir / AUTHORITY
@@ -116,7 +117,7 @@ def _fill(config: MasterConfig, backups: Sequence[Path]) -> None:
     if config.restored is None:
         check_started(config.state_dir)
         return
-    # Another master may have used the directory before this one had the lock.
+    # Again: another master may have used the directory before this one had the lock.
     check_target(config.state_dir, backups[0])
     own = _brings_authority(config)
     restore(backups[0], config.restored, config.state_dir, authority=own)
@@ -269,9 +270,9 @@ def master(
 ) -> int:
     """Head of an Oobleck cluster: takes jobs, plans them onto nodes, and plans anew on losses.
 
-    Prints `listening on HOST:PORT` when it is ready. Exit codes: 0 ended by a signal,
-    1 the state directory can no longer be written, 2 a flag, or what it names, cannot be used,
-    3 what always holds of the state does not (--validate), 6 standard output takes nothing.
+    Prints `listening on HOST:PORT` when it is ready. Exit codes: 0 ended by a signal, 1 the state
+    directory can no longer be written, 2 a flag, or what it names, cannot be used, 3 an invariant
+    of the state is broken (--validate), 6 standard output cannot be written.
     """
     if exit_with_parent:
         die_with_parent(os.getppid())
@@ -314,7 +315,7 @@ def master(
             process.arm(point, int(times or 1))
     except (Unusable, ValueError) as error:
         raise command.CommandFailed(str(error), 2) from error
-    except OSError as error:  # a folder above it may not be looked into, or the path is too long
+    except OSError as error:  # no permission for a folder above it, or the path is too long
         text = f"--state-dir {state_dir}: {error.strerror}; choose another one"
         raise command.CommandFailed(text, 2) from error
     try:
@@ -329,7 +330,7 @@ def master(
         raise command.CommandFailed(str(error), 2) from error
     except StorageFailed as failed:
         raise command.CommandFailed(str(failed), 1) from failed
-    except command.OutputFailed as failed:  # also where a pipe's reader is gone: the output is lost
+    except command.OutputFailed as failed:  # such as a pipe whose reader has ended
         raise command.CommandFailed(str(failed), command.NO_OUTPUT) from failed
     except InvariantViolation as violation:
         lines = [f"oobleck-master: {violation}; the last events:", *violation.last_events]

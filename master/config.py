@@ -11,9 +11,9 @@ class Unusable(Exception):
     """Error in a setting; the text is one line with the flag and the fix."""
 
 
-#: Seconds for which a job waits for nodes before it gives way.
+#: Seconds for which a job with a checkpoint waits for nodes before it lets another job train.
 GIVES_WAY_S = 600.0
-#: A node that was just lost may be about to return, seconds.
+#: Least seconds until a lost node may be forgotten: it may be about to return.
 _LEAST_NODE_S = 60.0
 
 
@@ -55,14 +55,14 @@ class MasterConfig:
     pki: Path | None = None
     #: Identity of that authority; empty: there is none.
     cluster: str = ""
-    #: Identity of the state directory; a copy has another one, even on another host.
+    #: Identity of the state directory; a copy of the directory has another one, on any host.
     place: str = ""
     #: Validity of the certificates issued to agents, operators and viewers.
     certificate_life_s: float = 90 * 86_400.0
     retention: Retention = Retention()
     #: Seconds for which a job with a checkpoint waits for nodes before it gives way.
     gives_way_s: float = GIVES_WAY_S
-    #: Seconds that records wait for those of earlier steps: longer than any node is waited for.
+    #: Seconds that records wait for those of earlier steps: longer than the wait for any node.
     records_wait_s: float = 60.0
     #: Check the invariants of the state after every event, and end where one is broken.
     validate: bool = False

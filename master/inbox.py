@@ -1,4 +1,5 @@
-"""Inbox of the loop that owns the state: handlers of other tasks, called in order of arrival.
+"""Inbox of the loop that owns the state: handlers that other tasks queue, called in order of
+arrival.
 
 `ask` answers only when the iteration that computed the answer is on disk. Owns also the types of
 messages that agents send in a running session.
@@ -16,12 +17,12 @@ from oobleck.core.messages import StepRecord
 from oobleck.proto.types import NodeStatus, WorkerReport
 
 T = TypeVar("T")
-#: Called by the owner with the time of its arrival.
+#: Called by the loop with the time of its arrival.
 Handler = Callable[[float], None]
 
 
 class MasterEnded(Exception):
-    """End of the master before the answer was on disk; ask the next master."""
+    """Failure of a request: the master ended before the answer was on disk; ask its successor."""
 
 
 class Inbox:
@@ -91,8 +92,8 @@ class Inbox:
     def handle(self, most: int | None) -> None:
         """Call up to `most` handlers, the oldest first; None: all."""
         self._arrived.clear()
-        there = len(self._handlers)
-        for _ in range(there if most is None else min(there, most)):
+        queued = len(self._handlers)
+        for _ in range(queued if most is None else min(queued, most)):
             arrived_at, handle = self._handlers.popleft()
             handle(arrived_at)
         if self._handlers:
@@ -106,7 +107,7 @@ class Inbox:
 
 
 class Turns:
-    """Gate that lets few tasks through in each turn of the event loop."""
+    """Gate that lets few waiting tasks continue in each turn of the event loop."""
 
     def __init__(self, most: int = 4) -> None:
         self._gate = asyncio.Semaphore(most)
@@ -117,7 +118,8 @@ class Turns:
 
 
 class Changes:
-    """Signal of changes, for any number of waiting tasks; take `next` before looking."""
+    """Signal of changes, for any number of waiting tasks. Read `next` before the state, so that no
+    change is missed."""
 
     def __init__(self) -> None:
         self.next = asyncio.Event()

@@ -43,7 +43,7 @@ _TICK_S = 0.25
 _SHORT_ITERATION_S = 2e-3
 _REST_FACTOR = 2.0
 _LONGEST_REST_S = 20e-3
-#: Most messages and questions handled per iteration, so that other tasks run between.
+#: Most messages and questions handled per iteration, so that other tasks get to run.
 _MOST_HANDLED = 200
 #: Decisions per iteration; more would never end.
 _MOST_DECISIONS = 1000
@@ -105,7 +105,7 @@ class Master:
 
     @property
     def waiting(self) -> int:
-        """Number of messages and questions that no iteration has seen yet."""
+        """Number of queued messages and questions."""
         return self._inbox.waiting
 
     @property
@@ -155,8 +155,8 @@ class Master:
             await asyncio.sleep(min(_REST_FACTOR * took_s, _LONGEST_REST_S))
 
     async def _iterate(self, now: float, late_s: float) -> None:
-        """Run one iteration. `now`: its start; a pause in the middle of it counts for the next one.
-        `late_s`: its delay."""
+        """Run one iteration. `now`: its start, also for a pause during it, which the next iteration
+        notices. `late_s`: its delay."""
         ledger = self._ledger
         self._inbox.handle(most=None if self._is_late(late_s) else _MOST_HANDLED)
         # After handling messages stamped before a pause, and before deciding anything.
@@ -182,8 +182,8 @@ class Master:
         self._inbox.answer_all()
 
     async def _store(self) -> None:
-        """Commit the journal. While it cannot be written, nothing is sent: the master is then late,
-        which counts against no node."""
+        """Commit the journal. While it cannot be written, nothing is sent; the master then counts
+        as late, so that no node's lease expires."""
         while not self._ledger.commit():
             if not self.archive.storage.give_way():
                 self._ledger.stuck = True
@@ -193,8 +193,8 @@ class Master:
         self._ledger.stuck = False
 
     def _excuse(self, now: float, late_s: float) -> None:
-        """Extend leases by `late_s` where the loop itself was late: it had no processor, so silence
-        in that time is no evidence against any node."""
+        """Extend leases by `late_s` where the loop itself was late: it had no processor then, so
+        silence proves nothing."""
         timing = self.config.timing
         if self._is_late(late_s):
             log.warning("the master was late; leases last as much longer", extra={"late_s": late_s})
@@ -231,7 +231,7 @@ class Master:
             self._ledger.observe(NodesIdle(job_id=job.id, why=why), now)
 
     def _planned(self) -> None:
-        """Wake the loop: the planner may have the reply that the last decision waits for."""
+        """Wake the loop: the planner may have the awaited reply."""
 
         def handle(arrived_at: float) -> None:
             self._wake_at = arrived_at
@@ -256,7 +256,7 @@ class Master:
                 gives_way_s=self.config.gives_way_s,
             )
         except Exception as error:
-            # One job that cannot be planned must not end the cluster.
+            # An internal error in planning one job must not end the master.
             job = self.state.job
             if job is None:
                 raise

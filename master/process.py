@@ -1,4 +1,4 @@
-"""Process of the master: its lock, its heap, and the points at which tests make it die.
+"""Process of the master: its lock, its heap, and the points at which tests kill it.
 
 By default each of gRPC's threads takes memory from a heap of its own, up to eight for each core,
 and the others cannot use what is free there; so all threads share one.

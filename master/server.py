@@ -1,4 +1,4 @@
-"""The gRPC server of a master: its address, its services and who guards them, and its end.
+"""The master's gRPC server: its address, services, access control, and shutdown.
 
 Must not know flags.
 """
@@ -46,26 +46,24 @@ IN_THE_CLEAR = (
     "network, may submit jobs, which run as the agents' users; 'oobleck local' is for you alone, "
     "and so is a master with an authority in its state directory ('oobleck pki init')"
 )
-#: Longest wait for the ends of calls that are answered already.
+#: Longest wait at shutdown for calls that are answered already.
 _ENDING_S = 2.0
 
 
 async def serve(config: MasterConfig, journal: Journal) -> None:
     """Serve until a signal ends it. Raises Unusable, StorageFailed, OutputFailed."""
     stopped = asyncio.Event()
-    # A process that answers these holds the lock and has replayed the journal.
+    # Registered only by a process that holds the lock and has replayed the journal.
     probes = {ALIVE: lambda: True, READY: lambda: not stopped.is_set()}
-    # All ports are bound before the master's start is journaled: only a master that others can
-    # reach starts.
-    with _taken(config.listen):  # where two options name one port, the other option is at fault
+    # Bind all ports before the start is journaled: a master that nobody can reach must not begin.
+    with _taken(config.listen):  # if two options name one port, blame the other option
         listening = _open_page(config.metrics_listen)
         health = _open_health(config.health_listen, probes)
     authority = _read_authority(config)
     config = dataclasses.replace(
         config,
         cluster=authority.cluster if authority is not None else "",
-        # The lock, not the folder, gives the identity: a copy may be put into the original's
-        # folder.
+        # By the lock file, not the folder: a copy may be put into the original's folder.
         place=place_of(config.state_dir / LOCK),
     )
     planner = PlanningProcess()
@@ -98,7 +96,8 @@ async def serve(config: MasterConfig, journal: Journal) -> None:
             port = server.add_secure_port(config.listen, authority.server_credentials())
     except RuntimeError as error:
         raise Unusable(f"--listen {config.listen} cannot be bound; choose another one") from error
-    # From now on connections are accepted, so who has waited for that finds the credentials.
+    # Connections are accepted only from here on, so a caller that waited for that finds the
+    # credentials.
     announcement = announce(config, f"{host}:{port}")
     tracking = Tracking(master, functools.partial(_show, config, authority))
     loop = asyncio.get_running_loop()
@@ -127,7 +126,7 @@ async def serve(config: MasterConfig, journal: Journal) -> None:
     finally:
         for task in (*tasks, stopping):
             task.cancel()
-        # Open calls are cancelled now, and gRPC tells of each in a traceback.
+        # gRPC would log a traceback for each open call, which is cancelled now.
         logging.getLogger("grpc").setLevel(logging.CRITICAL)
         master.close()
         if health is not None:
@@ -142,8 +141,8 @@ async def serve(config: MasterConfig, journal: Journal) -> None:
 
 @contextlib.contextmanager
 def _taken(listen: str) -> Iterator[None]:
-    """Hold the address, so that nobody else binds it within. Raises Unusable, with the reason that
-    gRPC would tell only in its own words."""
+    """Bind the address while the block runs, so that no other process can. Raises Unusable, with a
+    clearer reason than gRPC's."""
     host, _, port = listen.rpartition(":")
     try:
         family, kind, _, _, address = socket.getaddrinfo(
@@ -188,7 +187,7 @@ def _read_authority(config: MasterConfig) -> AuthorityFolder | None:
 
 
 def announce(config: MasterConfig, address: str) -> contextlib.ExitStack:
-    """Have processes of this user find the master and its authority until the stack is closed."""
+    """Let processes of this user find the master and its authority until the stack is closed."""
     stack = contextlib.ExitStack()
     if config.pki is None:
         log.warning(IN_THE_CLEAR)
@@ -203,7 +202,8 @@ def announce(config: MasterConfig, address: str) -> contextlib.ExitStack:
 
 
 def _show(config: MasterConfig, authority: AuthorityFolder | None) -> tuple[str, ...]:
-    """Return the flags of the master's own process that only reads. Raises OSError."""
+    """Return the flags with which a process of the master's own connects as a viewer. Raises
+    OSError."""
     if authority is None:
         return ("--insecure",)
     authority.make_viewer(config.viewer)
@@ -211,8 +211,8 @@ def _show(config: MasterConfig, authority: AuthorityFolder | None) -> tuple[str,
 
 
 async def _all_ended() -> None:
-    """Wait for the calls, which outlive their server by some iterations of the event loop. A call
-    that is cancelled in these ends in a traceback."""
+    """Wait for the calls, which outlive their server by some turns of the event loop: cancelled
+    then, each logs a traceback."""
     others = asyncio.all_tasks() - {asyncio.current_task()}
     if others:
         await asyncio.wait(others, timeout=_ENDING_S)

@@ -1,10 +1,9 @@
-"""Copies of jobs for other programs, as their key `track` asks; one process writes each copy.
+"""Copies of jobs for other programs, by the job's key `track`; one process writes each copy.
 
-The process is `oobleck track`, which follows the job as on any machine, and always ends with the
-master. It shows a viewer's certificate where callers must show one. Its files record its progress,
-so the next process continues there. A file `PROGRAM.done` beside them marks the complete copy of an
-ended job. Training waits for none of this, and no failure of it fails the job. Must not know what
-the programs are.
+The process is `oobleck track`, which follows the job as a remote client would, and ends with the
+master. Where callers need certificates it has a viewer's. Its files record its progress, from which
+the next process continues. A file `PROGRAM.done` beside them marks the complete copy of an ended
+job. No copy delays training or fails the job. Must not know what the programs are.
 """
 
 import asyncio
@@ -24,13 +23,13 @@ from oobleck.master.state.job import ENDED
 
 log = logging.getLogger(__name__)
 
-#: Copies written at a time: no job has more programs than that.
+#: Most copies written at a time; no job has more programs.
 _MOST = 3
 #: Shortest interval between checks of the wanted copies.
 _LOOK_S = 0.5
 #: Pause before a failed process is restarted, doubled each time.
 _PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
-#: A process that lived for so long did not fail at its start.
+#: Seconds after which a process did not fail at its start.
 _QUICK_S = 10.0
 #: Consecutive failures after which the copy of an ended job is given up.
 _MOST_FAILURES = 5
@@ -50,8 +49,8 @@ def wanted(state: ClusterState, finished: Collection[Copy]) -> list[Copy]:
 def check_installed(job: JobSpec) -> None:
     """Raise ValueError unless the programs that the job names are installed here."""
     for name in job.track:
-        found = importlib.util.find_spec(name)
-        if found is None or found.origin is None:  # a folder of that name is no program
+        module = importlib.util.find_spec(name)
+        if module is None or module.origin is None:  # a mere folder of that name is no package
             raise ValueError(
                 f"track: {name} is not installed where the master runs; run there: pip install "
                 f"'oobleck-cluster[{name}]', or leave {name} out"
@@ -103,17 +102,19 @@ class Tracking:
                 if code == 0 and self._has_ended(job_id):
                     self._mark(job_id, name).touch()
                     break
-                said = await asyncio.to_thread(last_line, self._log(copy))
-                reason = said or f"ended with exit code {code}"
+                last = await asyncio.to_thread(last_line, self._log(copy))
+                reason = last or f"ended with exit code {code}"
             except Exception as error:  # noqa: BLE001  # a copy must not end the master
                 reason = f"{type(error).__name__}: {error}"
             failures = failures + 1 if loop.time() - began < _QUICK_S else 1
             fields = {"job": job_id, "program": name, "reason": reason}
             if failures >= _MOST_FAILURES and self._has_ended(job_id):
-                log.error("a copy of a job is left as it is", extra=fields)
+                log.error("a copy of a job is given up", extra=fields)
                 break
             pause_s = min(_LONGEST_PAUSE_S, _PAUSE_S * 2 ** min(10, failures - 1))
-            log.warning("who copies a job is started anew", extra={**fields, "after_s": pause_s})
+            log.warning(
+                "the process that copies a job is restarted", extra={**fields, "after_s": pause_s}
+            )
             await asyncio.sleep(pause_s)
         self._finished.add(copy)
 
@@ -122,9 +123,9 @@ class Tracking:
         job_id, name = copy
         folder = self._master.config.tracking
         arguments = [job_id, "--to", name, "--directory", str(folder), "--master", address]
-        said = self._log(copy)
-        said.parent.mkdir(parents=True, exist_ok=True)
-        with said.open("wb") as output:
+        log_path = self._log(copy)
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        with log_path.open("wb") as output:
             process = await asyncio.create_subprocess_exec(
                 *with_parent("oobleck.cli.main"),
                 "track",

@@ -27,7 +27,7 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 
 def url_refusal(place: str) -> str:
-    """Return the refusal of a path that is a URL; empty where it is none."""
+    """Return the error about a path that is a URL; empty: it is no URL."""
     if not _URL.match(place):
         return ""
     return (

@@ -70,7 +70,7 @@ def is_allowed(code: Code, prefixes: Collection[str]) -> bool:
 class CodePolicy(Struct, frozen=True, kw_only=True):
     """Jobs' code that a node runs, by its agent's flags."""
 
-    #: Whether it takes a wheel that comes with a job.
+    #: True if it accepts wheels of jobs.
     accepts: bool = False
     #: Packages and directories whose functions jobs may load; *: any.
     allows: tuple[str, ...] = ()

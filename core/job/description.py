@@ -40,7 +40,7 @@ class TensorSketch:
     shape: tuple[int, ...]
     #: Name of the torch type, such as float32.
     dtype: str
-    #: True if a gradient comes back for it.
+    #: True if its gradient is sent back.
     gradient: bool
 
     def __post_init__(self) -> None:

@@ -5,8 +5,8 @@ to all. A service without certificates listens on this host alone, and there eve
 everything in the table. Must not know what the calls do.
 
 Owns also the limits on what one caller may use of the master: bytes, streams, connections, pings,
-time. They are far above the needs of a cluster of some thousand nodes. Only a caller that is broken
-or means harm ever meets them.
+time. They are far above the needs of a cluster of some thousand nodes. Only a broken or hostile
+caller ever meets them.
 """
 
 import functools
@@ -30,11 +30,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-#: Largest message to the master. gRPC has one limit for all methods, so whoever may call anything
-#: can have as much received at each call. Longer content, such as recordings and wheels, comes in
-#: parts.
+#: Largest message to the master. gRPC has one limit for all methods, so any caller can send as much
+#: in any call. Longer content, such as recordings and wheels, comes in parts.
 MOST_RECEIVED_BYTES = (2 << 20) + (64 << 10)
-#: Bytes of a call that are taken before anybody reads it; then as many as its message has.
+#: Bytes of a call that are received before a task reads it; after that, its whole message.
 MOST_AHEAD_BYTES = 16 << 10
 #: Content of a TLS record to a client: each connection has a buffer for one, of 16 KiB by default.
 MOST_RECORD_BYTES = 4 << 10
@@ -42,17 +41,17 @@ MOST_RECORD_BYTES = 4 << 10
 MOST_REQUEST_BYTES = 64 << 10
 #: Calls of one holder of certificates at a time: a dashboard has at most 112, for 32 jobs.
 MOST_OF_HOLDER = 128
-#: Calls of these that send more than one message.
+#: Of these, calls that send more than one message.
 MOST_SENDING = 4
-#: Calls of these whose first message is received at one moment; others wait.
+#: Of these, calls whose first message is received at one moment; others wait.
 MOST_RECEIVING = 2
 #: Largest message of the master; the largest are timelines and plans for all nodes.
 MOST_SENT_BYTES = 64 << 20
 MOST_METADATA_BYTES = 16 << 10
 #: Characters of a refusal's text. It may quote the caller, and a longer text does not get through.
 MOST_DETAILS = 1000
-#: Calls of one connection at a time: gRPC spends 20 KiB on each before anybody can be asked who
-#: calls. An agent has one, `oobleck` at most four, and one that has ended counts for a moment.
+#: Calls of one connection at a time: gRPC spends 20 KiB on each before the caller is checked. An
+#: agent has one, `oobleck` at most four, and one that has ended counts for a moment.
 MOST_STREAMS = 5
 #: The same in the clear, where all clients of one process share a connection.
 MOST_FREE_STREAMS = 64
@@ -118,8 +117,8 @@ ALLOWED: Mapping[str, frozenset[Role]] = {
     CHECK: _READING,
 }
 JOIN = "/oobleck.Pki/Join"
-#: Different refusals that get a line in the log; further ones are only counted.
-_MOST_TOLD = 1000
+#: Most distinct refusals that are logged; further ones are only counted.
+_MOST_LOGGED = 1000
 
 
 def most_bytes(method: str) -> int:
@@ -133,14 +132,14 @@ def deadline_s(method: str) -> float:
 
 def server_options(detection: Detection, *, secured: bool) -> tuple[tuple[str, int], ...]:
     """Return the options of gRPC. `secured`: callers have to show certificates."""
-    # Until an agent is told the cluster's time-outs, it pings by its own.
+    # An agent pings by its own time-outs until it has received the cluster's.
     fastest_s = min(choose(mode, {}).ping_every_s for mode in MODES)
     ping_every_s = min(detection.ping_every_s, fastest_s)
     return (
         # A port in use is an error, not something to share.
         ("grpc.so_reuseport", 0),
         *keepalive_options(detection),
-        # The agents' own questions are no abuse.
+        # Agents ping this often, so it is no abuse.
         ("grpc.http2.min_ping_interval_without_data_ms", int(500 * ping_every_s)),
         ("grpc.http2.max_ping_strikes", MOST_PING_STRIKES),
         ("grpc.max_receive_message_length", MOST_RECEIVED_BYTES),
@@ -151,8 +150,8 @@ def server_options(detection: Detection, *, secured: bool) -> tuple[tuple[str, i
         ("grpc.http2.bdp_probe", 0),
         ("grpc.http2.lookahead_bytes", MOST_AHEAD_BYTES),
         ("grpc.tsi.max_frame_size", MOST_RECORD_BYTES),
-        # A few bytes may be megabytes when they are decompressed, which happens before the caller
-        # is known. No client of ours compresses, and a compressed request is no message.
+        # A few bytes may decompress to megabytes, and gRPC decompresses before the caller is known.
+        # No client of ours compresses, so a compressed request is malformed.
         ("grpc.per_message_decompression", 0),
         ("grpc.max_concurrent_streams", MOST_STREAMS if secured else MOST_FREE_STREAMS),
         ("grpc.max_metadata_size", MOST_METADATA_BYTES),
@@ -194,7 +193,7 @@ class Access:
         refused: Counter[str],
         *,
         secured: bool,
-        allowed: Callable[[str, "Identity | None"], None] = lambda peer, who: None,
+        allowed: Callable[[str, "Identity | None"], None] = lambda peer, identity: None,
         denied: Callable[[str], Awaitable[None]] = _at_once,
     ) -> None:
         """Take the rules, and the counter `refused` of denials.
@@ -208,18 +207,18 @@ class Access:
         self._secured = secured
         self._allowed = allowed
         self._denied = denied
-        self._told: set[tuple[str, str]] = set()
+        self._logged: set[tuple[str, str]] = set()
 
     async def check(self, method: str, context: Context) -> None:
         """End the call where the caller may not make it."""
         code = grpc.StatusCode.UNAUTHENTICATED
-        who = "nobody"
+        name = "nobody"
         try:
             identity = caller(context)
             if identity is None and self._secured:
                 raise Denied("show a certificate of this cluster ('oobleck pki join' gets one)")
             if identity is not None:
-                who = identity.uri
+                name = identity.uri
                 check_caller(self._trust, identity, time.time())
             code = grpc.StatusCode.PERMISSION_DENIED
             _check_table(method, identity)
@@ -228,9 +227,9 @@ class Access:
         except Denied as denied:
             reason = str(denied)
         self._refused["denied call"] += 1
-        if (who, method) not in self._told and len(self._told) < _MOST_TOLD:
-            self._told.add((who, method))
-            log.warning("call denied", extra={"who": who, "method": method, "reason": reason})
+        if (name, method) not in self._logged and len(self._logged) < _MOST_LOGGED:
+            self._logged.add((name, method))
+            log.warning("call denied", extra={"who": name, "method": method, "reason": reason})
         await self._denied(context.peer())
         await context.abort(code, reason)
 

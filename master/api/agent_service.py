@@ -1,7 +1,7 @@
 """The agents' side of the service: one bidirectional stream is one session.
 
 The agent's messages go into the loop's inbox, and the session's outbox goes into the stream. When
-either side ends, the session is over; the loop decides what follows from that.
+either side ends, the session is over; the loop decides the consequences.
 """
 
 import asyncio
@@ -30,8 +30,7 @@ from oobleck.proto.types import NodeStatus, WorkerReport
 
 log = logging.getLogger(__name__)
 
-#: Time to finish a message that is being written when its stream ends. An agent that does not read
-#: gets none.
+#: Seconds to finish writing a message when its stream ends; an agent that does not read loses it.
 _WRITE_END_S = 2.0
 
 Context = grpc.aio.ServicerContext[pb.AgentMessage, pb.MasterMessage]
@@ -70,14 +69,13 @@ class ControlService(rpc.ControlServicer):
                 await context.write(refused_message(early))
                 return
         try:
-            # By then the agent has given up, and nobody would answer a later message.
+            # After that the agent has given up.
             async with asyncio.timeout(timing.answer_s):
                 first = await anext(requests)
         except StopAsyncIteration:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "register: did not come")
         except TimeoutError:
-            # The message may be on its way, or this master may have been stopped: the agent should
-            # try again.
+            # Temporary: the message may be on its way, or this master was stopped.
             text = f"register: did not come within {timing.answer_s:g} s"
             await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, text)
         except ValueError as error:
@@ -144,8 +142,8 @@ class ControlService(rpc.ControlServicer):
                     self._master.examinations.take(session.node, message.examined.number, answer)
                     continue
                 case "job_told":
-                    told = message.job_told
-                    self._master.adoptions.job_told(session.node, told.number, told.job)
+                    reply = message.job_told
+                    self._master.adoptions.job_told(session.node, reply.number, reply.job)
                     await session.rest(message.ByteSize())
                     continue
                 case _:
@@ -181,10 +179,10 @@ def _answer(session: AgentSession, message: pb.Examined) -> Answer:
 
 
 async def _write_whole(context: Context, message: pb.MasterMessage) -> None:
-    """Write the message to its end, also where this is cancelled meanwhile. During a write gRPC
-    cannot send the status that ends the stream: the agent would wait for ever."""
+    """Write the message to its end, even if cancelled meanwhile. During a write gRPC cannot send
+    the status that ends the stream, so the agent would wait for ever."""
     writing = asyncio.ensure_future(context.write(message))
-    # Only the caller that waits for the write needs its outcome; asyncio would log it otherwise.
+    # Fetch the outcome, which asyncio would otherwise log as never retrieved.
     writing.add_done_callback(lambda written: written.cancelled() or written.exception())
     try:
         await asyncio.shield(writing)
@@ -202,7 +200,7 @@ async def _write(session: AgentSession, context: Context) -> None:
 
 
 def _check_slots(incoming: Incoming, slots: int) -> None:
-    """Check that the workers an agent speaks of are its node's. Raises ValueError."""
+    """Check that the message names only workers of the agent's node. Raises ValueError."""
     match incoming:
         case NodeStatus(workers=workers):
             for worker in workers:
@@ -214,7 +212,7 @@ def _check_slots(incoming: Incoming, slots: int) -> None:
 
 
 def _incoming(message: pb.AgentMessage) -> list[Incoming]:
-    """Read what the message brings. Raises ValueError where it is malformed."""
+    """Read the message's content. Raises ValueError where it is malformed."""
     match message.WhichOneof("body"):
         case "status":
             return [read_status(message.status)]

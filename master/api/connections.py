@@ -1,17 +1,17 @@
-"""The connections to the master's port, and how many of them may wait.
+"""Connections to the master's port, and the limits on those that wait.
 
-A connection is *proven* once a call with a certificate of this cluster was allowed on it. It is not
-if the certificate's holder is revoked. Of a holder with too many proven connections the newest are
-closed. All others wait: in their handshake, silent, with garbage, or with a join token. gRPC has
-only one limit for all connections, so one host could take all of them, and the memory too. So each
-source has a share of the waiting connections. A source with more gets no new ones until it has had
-less for a while. The share is large enough for a crowd of agents behind one address.
+A connection is *proven* once a call with a certificate of this cluster was allowed on it, as long
+as the certificate's holder is not revoked. If a holder has too many proven connections, the newest
+are closed. All other connections *wait*: in their handshake, silent, with garbage, or with a join
+token. gRPC has only one limit for all connections, so one host could take all of them, and the
+memory too. So each source has a share of the waiting connections. A source with more gets no new
+ones until it has had less for a while. The share is large enough for a crowd of agents behind one
+address.
 
 A connection on which a call was denied counts as many waiting ones, also for a while after its end.
-After some denials it has one more a second. So the denied can have the master do only a bounded
-amount, whatever they ask for. A source that has a proven agent is never refused whole. A part of
-its attempts comes through at random, and agents try again and again. Must not know who may call
-what.
+After a burst of denials, one denied call per second is answered. So denied callers cost the master
+a bounded amount of work. A source that has a proven agent is never refused completely: a random
+part of its attempts gets through, and agents retry. Must not know who may call what.
 """
 
 import asyncio
@@ -55,17 +55,17 @@ _AGENT_S = 3600.0
 #: Length of the part of an IPv6 address that a host cannot choose.
 _NETWORK_BYTES = 8
 
-#: Time between two looks at all connections, which take 2 ms for a thousand. A look comes earlier
-#: once `_GROWTH` more files are open, or a holder has too many connections. Kernels before 6.2 do
-#: not tell the number of open files, so there all looks are as close as `_BLIND_LOOK_S`.
+#: Seconds between two checks of all connections; a check of a thousand takes 2 ms. It is made
+#: earlier once `_GROWTH` more files are open, or a holder has too many connections. Kernels before
+#: 6.2 do not report the number of open files, so there the interval is `_BLIND_LOOK_S`.
 _LOOK_S = 1.0
 _BLIND_LOOK_S = 0.2
 _GLANCE_S = 0.05
 _GROWTH = 64
-#: Time from a failed look to the next.
+#: Seconds from a failed check to the next.
 _AGAIN_S = 10.0
-#: Time between two lines of the log about one source.
-_TELL_S = 600.0
+#: Seconds between two lines of the log about one source.
+_WARN_S = 600.0
 
 
 def share(waiting: Iterable[int], of_source: int, in_all: int) -> int:
@@ -136,7 +136,7 @@ class Connections:
         #: Number of each holder's connections in `_known`.
         self._of_holder: Counter[str] = Counter()
         #: Time of the last line in the log about a source, or a holder.
-        self._told_at: dict[str, float] = {}
+        self._warned_at: dict[str, float] = {}
         #: All connections at the last look.
         self._seen: frozenset[Peer] = frozenset()
         #: Sources that get no new connections now.
@@ -147,14 +147,15 @@ class Connections:
         """Number of connections that had an allowed call and were still open at the last look."""
         return len(self._known)
 
-    def allowed(self, peer: str, who: "Identity | None") -> None:
+    def allowed(self, peer: str, identity: "Identity | None") -> None:
         """Note that a call of this peer was allowed. `peer`: as gRPC names it, such as
         ipv4:10.0.0.1:4242."""
-        # One token may have made many connections before it lets anybody in.
-        if peer not in self._known and not (who is not None and who.token):
-            self._known[peer] = _address_of(peer), who
-            if who is not None:
-                self._of_holder[who.uri] += 1
+        # Token holders are not proven: one token may make many connections before anybody joins by
+        # it.
+        if peer not in self._known and not (identity is not None and identity.token):
+            self._known[peer] = _address_of(peer), identity
+            if identity is not None:
+                self._of_holder[identity.uri] += 1
 
     async def denied(self, peer: str) -> None:
         """Count a denied call of this peer. Returns when it may be answered."""
@@ -165,22 +166,22 @@ class Connections:
 
     async def watch(self, port: int) -> None:
         """Watch the connections to `port` until this is cancelled."""
-        told = ""
+        logged = ""
         while True:
             try:
-                with Port(port) as there:
-                    await self._watch(there)
+                with Port(port) as listener:
+                    await self._watch(listener)
             except OSError as error:
-                if (reason := error.strerror or str(error)) != told:
-                    told = reason
+                if (reason := error.strerror or str(error)) != logged:
+                    logged = reason
                     log.warning("one host may take all connections", extra={"reason": reason})
             await asyncio.sleep(_AGAIN_S)
 
-    async def _watch(self, there: Port) -> None:
-        """Watch, and have the kernel refuse the hosts that take too many. Raises OSError where it
-        does not tell of connections, or does not refuse."""
+    async def _watch(self, listener: Port) -> None:
+        """Watch, and have the kernel refuse hosts with too many connections. Raises OSError where
+        the kernel neither lists connections nor refuses."""
         refusals, self.refused = Refusals(), frozenset[bytes]()
-        there.refuse(self.refused)
+        listener.refuse(self.refused)
         looked_at, were_open = self._now(), open_files()
         while True:
             await asyncio.sleep(_GLANCE_S)
@@ -191,42 +192,44 @@ class Connections:
             if is_early and has_room:
                 continue
             looked_at, were_open = self._now(), are_open
-            # A thread looks, since many connections take a while.
-            waiting = await asyncio.to_thread(self.waiting, there)
-            self._of_holder = Counter(who.uri for _, who in self._known.values() if who is not None)
+            # In a thread, since many connections take a while.
+            waiting = await asyncio.to_thread(self.waiting, listener)
+            self._of_holder = Counter(
+                identity.uri for _, identity in self._known.values() if identity is not None
+            )
             before, self.refused = self.refused, refusals.look(waiting, self._now())
             if self.refused != before:
-                there.refuse(self.refused, partly=set(filter(self._has_agent, self.refused)))
-                found = {name_of(one): waiting[one] for one in self.refused - before}
-                self._tell("too many connections that make no call, refused", found)
+                listener.refuse(self.refused, partly=set(filter(self._has_agent, self.refused)))
+                refused = {name_of(one): waiting[one] for one in self.refused - before}
+                self._warn("too many connections that make no call, refused", refused)
 
-    def waiting(self, there: Port) -> Counter[bytes]:
-        """Count the waiting connections by source, and close those that a holder has too many.
-        Raises OSError."""
-        known = list(self._known.items())  # the kernel's answer lacks later ones
-        waiting = set(there.peers())
+    def waiting(self, listener: Port) -> Counter[bytes]:
+        """Count the waiting connections by source, and close a holder's surplus ones. Raises
+        OSError."""
+        known = list(self._known.items())  # before the kernel's list, which lacks later ones
+        waiting = set(listener.peers())
         if waiting != self._seen:
-            # Each connection had 60 KiB, and each of its calls 20. This takes 0.1 ms.
+            # Each ended connection has freed 60 KiB, and each call 20. This takes 0.1 ms.
             give_back()
         self._seen = frozenset(waiting)
         of_holder: Counter[str] = Counter()
         surplus = set[Peer]()
-        for name, (peer, who) in known:
-            if peer not in waiting or (who is not None and self._was_revoked(who)):
+        for name, (peer, identity) in known:
+            if peer not in waiting or (identity is not None and self._was_revoked(identity)):
                 del self._known[name]
                 continue
-            if who is not None:
-                of_holder[who.uri] += 1
-            if who is None or who.role == "agent":
+            if identity is not None:
+                of_holder[identity.uri] += 1
+            if identity is None or identity.role == "agent":
                 self._agent_at[source_of(peer[0])] = self._now()
-            if who is None or of_holder[who.uri] <= MOST_OF_HOLDER:
+            if identity is None or of_holder[identity.uri] <= MOST_OF_HOLDER:
                 waiting.discard(peer)
             else:
                 surplus.add(peer)
         if surplus:
-            there.close(surplus)
-            found = {who: count for who, count in of_holder.items() if count > MOST_OF_HOLDER}
-            self._tell("too many connections of one holder, the newest are closed", found)
+            listener.close(surplus)
+            surplus_of = {uri: count for uri, count in of_holder.items() if count > MOST_OF_HOLDER}
+            self._warn("too many connections of one holder, the newest are closed", surplus_of)
         self._forget_agents()
         by_source = Counter(source_of(address) for address, _ in waiting)
         for name, (_, at) in list(self._denied.items()):
@@ -241,13 +244,13 @@ class Connections:
         self._agent_at = {s: at for s, at in self._agent_at.items() if now < at + _AGENT_S}
 
     def _has_agent(self, source: bytes) -> bool:
-        """Return whether an agent there has a proven connection, or had one not long ago."""
+        """Return whether an agent at the source has a proven connection, or recently had one."""
         return self._now() < self._agent_at.get(source, -math.inf) + _AGENT_S
 
-    def _tell(self, what: str, found: Mapping[str, int]) -> None:
+    def _warn(self, message: str, counts: Mapping[str, int]) -> None:
         now = self._now()
-        self._told_at = {one: at for one, at in self._told_at.items() if now < at + _TELL_S}
-        for source, count in found.items():
-            if source not in self._told_at and len(self._told_at) < MOST_REFUSED:
-                self._told_at[source] = now
-                log.warning(what, extra={"source": source, "connections": count})
+        self._warned_at = {one: at for one, at in self._warned_at.items() if now < at + _WARN_S}
+        for source, count in counts.items():
+            if source not in self._warned_at and len(self._warned_at) < MOST_REFUSED:
+                self._warned_at[source] = now
+                log.warning(message, extra={"source": source, "connections": count})

@@ -1,9 +1,9 @@
-"""Interceptor of all calls: who may make them, how many at a time, and counters of how they end.
+"""Interceptor of all calls: checks the caller, limits concurrent calls, and counts outcomes.
 
-A holder of certificates may have many connections with many calls each, and none of gRPC's limits
-counts over connections. So the calls, bytes and turns of the event loop of each holder are counted
-here. Calls of one holder wait for each other: only few are looked at in one turn of the loop. Must
-not know what the calls do.
+A holder of certificates may have many connections with many calls each, and no limit of gRPC spans
+connections. So calls, bytes and turns of the event loop are counted here for each holder. Calls of
+one holder wait for each other: few are handled in one turn of the loop. Must not know what the
+calls do.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 #: Names of status codes by gRPC's numbers.
 _CODES = {code.value[0]: code.name for code in grpc.StatusCode}
 _UNBOUNDED = 1 << 30
-#: In place of a request after the last one.
+#: Marks the end of the requests.
 _END = grpc.aio.EOF  # type: ignore[attr-defined] # the stubs lack it
 _FOREIGN = (
     "the request is not an uncompressed message of this service; install the same version on both "
@@ -55,8 +55,8 @@ class Calls:
         self._now = now
         #: Calls in progress by the name of the method alone, as in GetJob.
         self.open: Counter[str] = Counter()
-        #: Ended calls by method and status. Counters that alerts look for are there from the start,
-        #: as Prometheus sees no increase in a counter that begins at 1.
+        #: Ended calls by method and status. Counters that alerts use exist from the start, since
+        #: Prometheus sees no increase in a counter that begins at 1.
         self.ended: Counter[tuple[str, str]] = Counter(
             {
                 (method.name, grpc.StatusCode.INTERNAL.name): 0
@@ -69,7 +69,7 @@ class Calls:
 
     @asynccontextmanager
     async def count(self, method: str, context: Any, *, stream: bool) -> AsyncIterator[None]:
-        """Count one call of `method`, written as /service/name, within which all is done for it."""
+        """Count one call of `method` (/service/name), from entry to exit of the context."""
         name, began = method.rpartition("/")[2], self._now()
         self.open[name] += 1
         cancelled = True
@@ -92,7 +92,7 @@ def _status(context: Any) -> str:
 
 
 class TooMany(Exception):
-    """Error: a holder has as many calls as it may; the text says the fix."""
+    """Error of a holder that has too many calls; the text says the fix."""
 
 
 @dataclass(slots=True, eq=False)
@@ -120,16 +120,17 @@ class Shares:
     @asynccontextmanager
     async def hold(self, context: Context, *, sends: bool) -> AsyncIterator[Share]:
         """Count a call while it lasts. `sends`: more than one message. Raises TooMany."""
-        who = caller(context)
-        if who is None:
+        identity = caller(context)
+        if identity is None:
             yield self._free
             return
-        share = self._of.setdefault(who.uri, Share())
+        share = self._of.setdefault(identity.uri, Share())
         if share.open >= MOST_OF_HOLDER or (sends and share.sending >= MOST_SENDING):
             await self._denied(context.peer())
             raise TooMany(
-                f"{who.uri} has too many calls at a time (at most {MOST_OF_HOLDER}, {MOST_SENDING} "
-                "of them sending); close pages of its dashboards, or end commands that follow jobs"
+                f"{identity.uri} has too many calls at a time (at most {MOST_OF_HOLDER}, "
+                f"{MOST_SENDING} of them sending); close pages of its dashboards, or end commands "
+                "that follow jobs"
             )
         share.open += 1
         share.sending += sends
@@ -140,7 +141,7 @@ class Shares:
             share.open -= 1
             share.sending -= sends
             if not share.open:
-                del self._of[who.uri]
+                del self._of[identity.uri]
 
 
 #: A grpc.RpcMethodHandler; its stubs lack most of it.
@@ -174,7 +175,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg] # n
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Handler:
         handler = await continuation(handler_call_details)
-        if handler is None:  # there is no such method; gRPC says so itself
+        if handler is None:  # no such method; gRPC answers itself
             return handler
         method = handler_call_details.method
         check = partial(self._check, method)
@@ -215,7 +216,7 @@ def _read(kind: type[Message], most_bytes: int, data: bytes) -> Any:
     return message
 
 
-# gRPC's own iterator of requests keeps itself, and with it the call, in a cycle of references.
+# Not gRPC's own iterator of requests: a cycle of references in it keeps the call alive.
 async def _each(context: Any, read: Read, share: Share) -> AsyncIterator[Any]:
     """Yield the requests of a stream in the share's turns. Raises _Malformed."""
     while (request := await context.read()) is not _END:
@@ -237,16 +238,15 @@ async def _only(context: Any, read: Read, share: Share) -> Any:
 async def _answering(
     check: Check, count: Count, holding: Holding, context: Any
 ) -> AsyncIterator[Share]:
-    """Check and count the call that a method answers within. An error within ends the call with a
-    status."""
+    """Check and count a call; the method runs inside. An error ends the call with a status."""
     async with count(context):
         await check(context)
-        async with _told(context), holding(context) as share:
+        async with _errors_as_status(context), holding(context) as share:
             yield share
 
 
 @asynccontextmanager
-async def _told(context: Any) -> AsyncIterator[None]:
+async def _errors_as_status(context: Any) -> AsyncIterator[None]:
     try:
         yield
     except _Malformed as malformed:
@@ -265,7 +265,7 @@ async def _told(context: Any) -> AsyncIterator[None]:
         await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(failed)[:MOST_DETAILS])
     except grpc.aio.AbortError:
         raise
-    except grpc.aio.BaseError as error:  # it is the library's: nobody is there to be answered
+    except grpc.aio.BaseError as error:  # gRPC's own: the caller has left
         log.debug("a call could not be answered", extra={"reason": repr(error)[:MOST_DETAILS]})
     except Exception:
         log.exception("a call failed")
@@ -273,8 +273,8 @@ async def _told(context: Any) -> AsyncIterator[None]:
 
 
 def _letting_go(guarded: Callable[[Any], Awaitable[Any]]) -> Any:
-    """Wrap a method so that the error that ends a call does not keep the call. The call has that
-    error, so there would be a cycle of references, until the next collection."""
+    """Wrap a method so that an error does not keep its call alive. The call refers to the error,
+    and the error's traceback to the call: a cycle, which only the collector frees."""
 
     async def answered(requests: object, context: Any) -> Any:
         del requests
@@ -282,7 +282,7 @@ def _letting_go(guarded: Callable[[Any], Awaitable[Any]]) -> Any:
             return await guarded(context)
         except grpc.aio.AbortError as aborted:
             aborted.__context__ = None
-            del context  # the error's traceback will have this frame
+            del context  # else the traceback refers to it by this frame
             raise aborted.with_traceback(None) from None
 
     return answered

@@ -1,7 +1,7 @@
-"""The operators' side of the service: submit, cancel, and look.
+"""Operators' side of the service: submit, cancel, watch.
 
-Every refusal is a status code with one line that says the fix. Streams look at the state when it
-changes and send what is new, so a slow reader costs nobody anything.
+Every refusal is a status code with one line that says the fix. Streams read the state when it
+changes and send the news, so a slow reader delays no other task.
 """
 
 import asyncio
@@ -58,11 +58,12 @@ Context = grpc.aio.ServicerContext[Any, Any]
 #: Characters of a job file; the description of a user's model of hundreds of unlike layers fits.
 MOST_JOB_CHARACTERS = 1 << 20
 _REQUEST_ID = re.compile(r"[0-9A-Za-z_-]{1,64}")
-#: Characters of a refusal that names all nodes.
+#: Most characters of a refusal that names all nodes.
 _MOST_REFUSED = 4 * MOST_DETAILS
-#: Names of nodes in the answer about a missing one.
-_NAMES_TOLD = 8
-#: Time that an answer waits for a plan without a node; operators wait longer for the answer.
+#: Most known names in the refusal of an unknown name.
+_MOST_NAMES = 8
+#: Seconds that the answer to a drain waits for the plan without the node; operators' deadlines are
+#: longer.
 _FATE_S = 3.0
 #: Characters of log files read at a time, outside the event loop's thread.
 _CHARACTERS_AT_A_TIME = 16 << 10
@@ -98,7 +99,7 @@ class OperatorService(rpc.OperatorServicer):
     async def Submit(self, request: pb.SubmitRequest, context: Context) -> pb.SubmitReply:
         await _check_request_id(request.request_id, context)
         try:
-            # A thread parses, since a long text takes seconds, in which agents must be heard.
+            # In a thread, since a long text takes seconds, in which the loop must serve agents.
             spec, profile = await asyncio.to_thread(_read_submission, request)
             check_installed(spec)
             self._wheels.check(spec)
@@ -141,13 +142,13 @@ class OperatorService(rpc.OperatorServicer):
         self, request: pb.JobRequest, context: Context
     ) -> AsyncIterator[pb.JobStatus]:
         job = await self._job(request.job_id, context)
-        told: pb.JobStatus | None = None
+        sent: pb.JobStatus | None = None
         while True:
             changed = self._master.changes.next
             ended = job.state in ENDED
             status = self._status(job)
-            if status != told:
-                told = status
+            if status != sent:
+                sent = status
                 yield status
             if ended:
                 return
@@ -194,7 +195,7 @@ class OperatorService(rpc.OperatorServicer):
         await _check_request_id(request.request_id, context)
         why = ""
         if request.request_id in job.saves.numbers:
-            pass  # a repeated request gets the same answer, whatever has come since
+            pass  # a repeated request gets the same answer, whatever has happened since
         elif job.spec.checkpoint is None:
             why = "takes no checkpoints: submit it with checkpoint.path in its job file"
         elif job.state in ENDED:
@@ -235,7 +236,7 @@ class OperatorService(rpc.OperatorServicer):
             trace = await self._master.timelines.trace(job, max(1, request.steps))
         except NoTimeline as reason:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(reason))
-        self._requests(context).check()  # the answer took its time
+        self._requests(context).check()  # the caller may have been revoked meanwhile
         return pb.TimelineReply(trace=trace.decode())
 
     async def ListNodes(self, request: pb.ListNodesRequest, context: Context) -> pb.ListNodesReply:
@@ -268,7 +269,7 @@ class OperatorService(rpc.OperatorServicer):
         )
 
     async def _fate_of(self, names: Sequence[NodeName]) -> None:
-        """Wait until it is decided whether the nodes' work can move off them, for at most
+        """Wait until the planner has decided whether the nodes' work can move off them, for at most
         `_FATE_S`."""
         state = self._master.state
         with contextlib.suppress(TimeoutError):
@@ -285,7 +286,8 @@ class OperatorService(rpc.OperatorServicer):
 
     async def ForgetNode(self, request: pb.ForgetNodeRequest, context: Context) -> pb.NodeForgotten:
         state = self._master.state
-        if request.request_id not in state.node_requests:  # a repeated one has the node no more
+        # A repeated request may find the node forgotten.
+        if request.request_id not in state.node_requests:
             await self._node(request.request_id, request.node, context)
         node = NodeName(request.node)
         if why := await self._requests(context).forget(request.request_id, node):
@@ -315,12 +317,12 @@ class OperatorService(rpc.OperatorServicer):
                 yield record
             return
         job = await self._job(request.job_id, context)
-        told = 0
+        offset = 0
         while True:
             changed = self._master.changes.next
             ended = job.state in ENDED
             while True:
-                lines, told = self._master.archive.events.read(job.id, told)
+                lines, offset = self._master.archive.events.read(job.id, offset)
                 for line in lines:
                     yield pb.EventRecord(json=line)
                 if not lines:
@@ -330,13 +332,13 @@ class OperatorService(rpc.OperatorServicer):
             await self._master.changes.after(changed)
 
     async def _cluster_events(
-        self, who: "Identity | None", *, follow: bool
+        self, identity: "Identity | None", *, follow: bool
     ) -> AsyncIterator[pb.EventRecord]:
-        told, viewer = 0, who is not None and who.role == "viewer"
+        last, viewer = 0, identity is not None and identity.role == "viewer"
         while True:
             changed = self._master.changes.next
-            for number, line in self._master.cluster_events(told):
-                told = number
+            for number, line in self._master.cluster_events(last):
+                last = number
                 for_operators = is_of_credentials(line)
                 if not (viewer and for_operators):
                     yield pb.EventRecord(json=line, for_operators=for_operators)
@@ -352,14 +354,14 @@ class OperatorService(rpc.OperatorServicer):
         log = archive.evaluations(job.id) if request.evaluations else archive.metrics(job.id)
         while True:
             changed = self._master.changes.next
-            # Lines of an ended job may still wait for room on the disk.
+            # Lines of an ended job may still wait for space on the disk.
             ended = job.state in ENDED and log.is_stored
             stored = log.stored_step
             while step <= stored:
                 lines, step = await asyncio.to_thread(read_steps, log.path, step)
                 if lines:
                     yield pb.MetricsLines(json=lines)
-                else:  # those steps have no record, as where the job began at a checkpoint
+                else:  # steps without records, such as those before a checkpoint
                     step = stored + 1
             if ended or not request.follow:
                 return
@@ -404,8 +406,8 @@ class OperatorService(rpc.OperatorServicer):
             problem=self._master.problem,
         )
         try:
-            async with contextlib.aclosing(self._master.examinations.examine(wish)) as found:
-                async for finding in found:
+            async with contextlib.aclosing(self._master.examinations.examine(wish)) as findings:
+                async for finding in findings:
                     yield finding_message(finding)
         except Busy as busy:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(busy))
@@ -445,8 +447,8 @@ def _nearest(name: str, known: Iterable[str]) -> str:
         )
 
     near = sorted(known, key=lambda one: (-alike(one), one))
-    more = len(near) - _NAMES_TOLD
-    return ", ".join(near[:_NAMES_TOLD]) + (f" and {more} more" if more > 0 else "") or "none yet"
+    more = len(near) - _MOST_NAMES
+    return ", ".join(near[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "") or "none yet"
 
 
 async def _check_request_id(request_id: str, context: Context) -> None:

@@ -1,7 +1,7 @@
 """Certificates of the cluster: the authority, and the service of joins, renewals and tokens.
 
 The loop journals every answer before it leaves. `oobleck.master.api.access` has decided before who
-may call; this module decides what the caller gets.
+may call; this module decides on the answer.
 
 The authority's folder has `ca.crt` and `ca.key`, and the master's own `master.crt` and
 `master.key`. The master makes itself a new certificate before the old one ends; every handshake
@@ -64,12 +64,12 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-#: Share of its life that the master's own certificate has left when the master renews it.
+#: Share of its life at whose end the master's own certificate is renewed.
 _RENEW_PART = 1 / 3
-#: Name by which the master's own processes ask it.
+#: Name in the certificates of the master's own processes.
 _VIEWER = "master"
-#: Life of a certificate of such a process. Each process gets a new one. A process that reconnects
-#: later than this ends, and the next one goes on.
+#: Validity of such a certificate, in seconds. Each process gets a new one. A process that
+#: reconnects later fails, and its successor continues.
 _VIEWER_LIFE_S = 3600.0
 _FIX = (
     "restore it from a copy, or make a new authority in another folder with 'oobleck pki init', "
@@ -114,7 +114,7 @@ class AuthorityFolder:
         self._names = pki.server_names(self._certificate)
         self._viewer_key = pki.new_key()
         self._lock = threading.Lock()
-        #: Unix time of the last line of the log about the authority's end.
+        #: Unix time of the last warning about the authority's end.
         self._warned_at = -math.inf
 
     @property
@@ -153,13 +153,13 @@ class AuthorityFolder:
             return self._configuration() if self._renew_if_due() else None
 
     def _warn(self, now: float) -> None:
-        """Tell once a day that the authority has ended, or ends soon."""
+        """Warn once a day that the authority has expired, or expires soon."""
         fault = validity.authority_fault(self.authority.certificate, now)
-        told = fault or validity.authority_warning(self.authority.certificate, now)
-        if told and abs(now - self._warned_at) >= validity.DAY_S:
+        problem = fault or validity.authority_warning(self.authority.certificate, now)
+        if problem and abs(now - self._warned_at) >= validity.DAY_S:
             self._warned_at = now
             level = logging.ERROR if fault else logging.WARNING
-            log.log(level, "a certificate needs attention", extra={"reason": told})
+            log.log(level, "a certificate needs attention", extra={"reason": problem})
 
     def _renew_if_due(self) -> bool:
         now = time.time()
@@ -172,7 +172,7 @@ class AuthorityFolder:
         )
         try:
             write_private(self._folder / MASTER_CERTIFICATE, self._certificate)
-        except OSError as error:  # the next start makes another
+        except OSError as error:  # the next start renews it
             log.warning("own certificate not stored", extra={"reason": error.strerror})
         log.info("own certificate renewed", extra={"seconds_left": round(left_s)})
         return True
@@ -203,8 +203,7 @@ class PkiService(rpc.PkiServicer):
             role = check_join(trust, token.fingerprint, digest, name, unix, issued)
             identity = pki.Identity(role=role, name=name)
             if (before := joined_by(trust, token.fingerprint, unix)) is not None:
-                # The first answer was lost. A certificate that ends with the first one changes
-                # nothing.
+                # The first answer was lost. The repeated certificate ends when the first one does.
                 return None, authority.sign(key, identity, before.expires_at - unix)
             certificate = authority.sign(key, identity, self._life_s)
             joined = CredentialIssued(
@@ -288,10 +287,10 @@ class PkiService(rpc.PkiServicer):
         event: TrustChanged
         match request.WhichOneof("what"):
             case "token_id":
-                found = find_token(self._master.state.trust, request.token_id)
-                if found is None:
+                fingerprint = find_token(self._master.state.trust, request.token_id)
+                if fingerprint is None:
                     await _not_found(context, f"no token {request.token_id[:80]!r}")
-                event = TokenRevoked(fingerprint=found)
+                event = TokenRevoked(fingerprint=fingerprint)
             case "holder":
                 try:
                     role = _read_role(request.holder.role)
@@ -305,8 +304,8 @@ class PkiService(rpc.PkiServicer):
         return pb.RevokeReply()
 
     async def _ready(self, context: Context) -> tuple[pki.Authority, pki.Identity]:
-        """Return the authority and the caller, who is always known where there is an authority. End
-        the call where there is none."""
+        """Return the authority and the caller. End the call where there is no authority; with one,
+        every caller is known."""
         identity = caller(context)
         if self._authority is None or identity is None:
             text = (
@@ -354,7 +353,8 @@ def _read_role(text: str) -> Role:
 
 
 def _credential(trust: Trust, holder: Holder, issued: pki.Identity | None) -> pb.CredentialInfo:
-    """Describe the holder's last certificate. `issued`: one that this master did not give."""
+    """Describe the holder's last certificate. `issued`: a certificate in the folder that this
+    master did not issue."""
     given = trust.given.get(holder)
     ends = [one.expires_at for one in (given, issued) if one is not None]
     return pb.CredentialInfo(

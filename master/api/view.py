@@ -1,7 +1,7 @@
-"""The state as operators see it, in the wire's messages. Reads, never writes.
+"""The state as messages for operators. Reads, never writes.
 
-It shows this moment. The reason also says what no journaled event tells, such as a stream that has
-just closed or a silent agent.
+A job's reason also has observations that are in no journaled event, such as a stream that has just
+closed or a silent agent.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -30,9 +30,9 @@ from oobleck.proto.plans import plan_message, worker_message
 from oobleck.proto.protocol import NEWEST
 from oobleck.proto.status import code_message
 
-#: Time after which a worker that has not left its generation is worth a word.
+#: Seconds after which a worker that has not left its generation is mentioned.
 _SLOW_ANSWER_S = 5.0
-#: Time, and number of usual steps, after which a job without a step has no speed.
+#: Seconds, and number of usual steps, without a step after which a job shows no speed.
 _STILL_S = 2.0
 _STILL_STEPS = 5
 _WAY_BACK = "; put that right, then 'oobleck node undrain' it or start its agent anew"
@@ -69,7 +69,7 @@ def job_status(state: ClusterState, job: Job, config: MasterConfig, now: float) 
     message.save_failure = job.saves.failure
     message.policy = job.spec.recovery.policy
     message.journal_cut_at = job.journal_cut_at
-    _tell_incident(message, job)
+    _fill_incident(message, job)
     _tell_redo(message, job)
     if job.profiling.chosen is not None:
         message.profile = job.profiling.chosen.source
@@ -131,7 +131,7 @@ def _data_plane(state: ClusterState, job: Job) -> str:
     return "nccl" if gpus and job.spec.resources.transport == "auto" else "sealed"
 
 
-def _tell_incident(message: pb.JobStatus, job: Job) -> None:
+def _fill_incident(message: pb.JobStatus, job: Job) -> None:
     """Fill in the newest incident, whether it is over or not."""
     message.incidents = job.incidents
     last, failure, slowdown = job.last_incident, job.incident, job.slowdown
@@ -154,7 +154,7 @@ def _tell_redo(message: pb.JobStatus, job: Job) -> None:
 
 
 def _memory(state: ClusterState, job: Job) -> Iterator[pb.WorkerMemory]:
-    """Yield predicted and measured memory of the plan's workers on the nodes that it still has."""
+    """Yield predicted and measured memory of the plan's workers, without those on lost nodes."""
     members = [state.nodes[name] for name in job.current.members]
     measured = {
         WorkerId(node.facts.node, worker.slot): worker
@@ -164,8 +164,8 @@ def _memory(state: ClusterState, job: Job) -> Iterator[pb.WorkerMemory]:
     }
     for worker, predicted in client.predicted_bytes(job, members).items():
         message = pb.WorkerMemory(worker=worker_message(worker), predicted_bytes=predicted)
-        if found := measured.get(worker):
-            message.peak_bytes = max(0, found.peak_memory_bytes - found.base_memory_bytes)
+        if status := measured.get(worker):
+            message.peak_bytes = max(0, status.peak_memory_bytes - status.base_memory_bytes)
         yield message
 
 
@@ -248,15 +248,15 @@ def _passing_reason(state: ClusterState, job: Job) -> str:
         return f"not connected, and lost if that lasts: {', '.join(away)}"
     if job.state == "running" and job.current.made is not None and job.current.made.then:
         return f"a plan of {job.current.made.then} follows at a step boundary once one is possible"
-    told = "; ".join(str(told) for _, told in sorted(job.slow.items()))
+    reason = "; ".join(str(change) for _, change in sorted(job.slow.items()))
     if names := sorted(job.standing_by):
-        told += f", so {comma_separated(names)} {'stands' if len(names) == 1 else 'stand'} by"
-    return told
+        reason += f", so {comma_separated(names)} {'stands' if len(names) == 1 else 'stand'} by"
+    return reason
 
 
 def _start_reason(state: ClusterState, job: Job) -> str:
     unready = [node for node in state.candidates(job) if not state.is_ready(node, job)]
-    # A requested process has no pid until its libraries are loaded.
+    # A process has no pid while the libraries that it is forked with are loading.
     loading = [n for n in unready if any(not worker.pid for worker in n.seen.status.workers)]
     if loading:
         return f"loading libraries on {_names(loading)}"
@@ -270,10 +270,10 @@ def _names(nodes: Iterable[Node]) -> str:
 def problem_of(state: ClusterState, storage: str) -> str:
     """Return the problem of this master itself, for operators; empty: none. `storage`: the reason
     why it cannot store."""
-    found = [storage] if storage else []
+    problems = [storage] if storage else []
     if state.superseded is not None:
         other, node = state.superseded
-        found.append(
+        problems.append(
             f"another head took this one's place: {node} follows {other}, and this one is in "
             f"{state.head}; end this master, or, if the other is lost for good, start this one on "
             "a copy of its --state-dir"
@@ -281,16 +281,16 @@ def problem_of(state: ClusterState, storage: str) -> str:
     if state.behind is not None:
         (events, node), term = state.behind, state.history.term
         why = f" ({term.reason})" if term is not None and term.reason else ""
-        found.append(
+        problems.append(
             f"this master's journal lacks {count(events, 'event')} that {node} was told of{why}"
         )
-    found += [held_note(state, job_id) for job_id in state.held]
-    return "; ".join(found)
+    problems += [held_note(state, job_id) for job_id in state.held]
+    return "; ".join(problems)
 
 
 def held_note(state: ClusterState, job_id: JobId) -> str:
-    """Return which nodes train a job that this master does not know, or has in its queue, and how
-    to go on."""
+    """Describe which nodes train a job that this master does not know, or has in its queue, and the
+    operator's choices."""
     nodes = state.held[job_id]
     steps = (worker.committed_step for node in nodes for worker in node.seen.status.workers)
     names, step = comma_separated(node.facts.node for node in nodes), max(steps, default=-1)
@@ -312,7 +312,8 @@ def _unknown(state: ClusterState, job_id: JobId) -> str:
 
 
 def head_status(state: ClusterState) -> pb.HeadStatus:
-    """Return how this master stands to others that agents have heard, and what it holds."""
+    """Return this master's identity, other heads that agents follow, and the jobs for which nodes
+    are held."""
     message = pb.HeadStatus(behind=state.behind[0] if state.behind is not None else 0)
     if state.head is not None:
         message.head.CopyFrom(head_message(state.head))
@@ -345,7 +346,7 @@ def node_info(state: ClusterState, node: Node, now: float, unix: float) -> pb.No
         worker_slots=facts.worker_slots,
         device=facts.device,
         memory_per_worker_bytes=facts.memory_per_worker_bytes,
-        # What a node that is gone told last is no longer so.
+        # The last status of a lost node is out of date.
         job_id=(status.job_id or "") if node.registered else "",
         generation=status.generation if node.registered else 0,
         failures=node.failures.recent(unix),
@@ -365,13 +366,12 @@ def _workers(state: ClusterState, node: Node) -> list[pb.WorkerStatus]:
     return [
         message_of(
             pb.WorkerStatus,
-            told,
-            # Whoever knows the incarnation speaks for the process: it stays between the agent and
-            # the master.
+            worker,
+            # Secret between agent and master: knowing it, anybody could report for the process.
             incarnation="",
-            rate=rates.get(WorkerId(node.facts.node, told.slot), 1.0),
+            rate=rates.get(WorkerId(node.facts.node, worker.slot), 1.0),
         )
-        for told in node.seen.status.workers
+        for worker in node.seen.status.workers
     ]
 
 
@@ -390,13 +390,14 @@ def node_state(node: Node) -> str:
 
 
 def _unwell(node: Node) -> str:
-    """Describe GPU troubles of the node that are not already given as the reason of its drain."""
+    """Describe GPU troubles of the node, unless they are the reason of its drain, which is shown
+    anyway."""
     if not node.connected:
         return ""
     status, drain = node.seen.status, node.drain
     sick = "; ".join(status.troubles)
-    told = drain is not None and drain.reason == sick
-    return "; ".join(text for text in ("" if told else sick, status.concern) if text)
+    is_drain_reason = drain is not None and drain.reason == sick
+    return "; ".join(text for text in ("" if is_drain_reason else sick, status.concern) if text)
 
 
 def _node_reason(state: ClusterState, node: Node, now: float) -> str:
@@ -444,10 +445,10 @@ def _node_reason(state: ClusterState, node: Node, now: float) -> str:
 
 
 def _stands_by(job: Job, name: NodeName, now: float) -> str:
-    slow = [(worker, told) for worker, told in sorted(job.slow.items()) if worker.node == name]
+    slow = [(worker, rate) for worker, rate in sorted(job.slow.items()) if worker.node == name]
     left_s = max(questions.stands_by_until(job, worker) for worker, _ in slow) - now
     least = f", for {left_s:.0f} s at least" if left_s > 0 else ""
-    return f"stands by{least}: {'; '.join(str(told) for _, told in slow)}"
+    return f"stands by{least}: {'; '.join(str(rate) for _, rate in slow)}"
 
 
 def _kept(state: ClusterState, node: Node) -> str:

@@ -1,8 +1,8 @@
 """Wheels of jobs on the master's disk, each by its hash: stored from submitters, sent to nodes.
 
-A wheel is on disk, whole, before its job is taken, and goes when no job that goes on names it. A
-node asks for it by its hash, which the master gives to the nodes of its job alone. Must not know
-what is in a wheel; nodes check that.
+A wheel is complete on disk before its job is accepted, and is removed once no unfinished job names
+it. Nodes request it by its hash, which the master sends to the nodes of its job alone. Must not
+know a wheel's content; nodes check that.
 """
 
 import asyncio
@@ -25,9 +25,9 @@ from oobleck.master.storage.disk import storing
 
 #: Bytes of all wheels together.
 _MOST_BYTES = 1 << 30
-#: Time that a wheel stays before a job names it: it comes before its job.
+#: Seconds that a wheel is kept without a job: it is sent before its job.
 _UNNAMED_S = 600.0
-#: Time between two looks at the wheels that are still named.
+#: Seconds between two removals of unused wheels.
 _LOOK_S = 60.0
 
 
@@ -38,8 +38,8 @@ class Wheels:
         self._folder = folder
 
     def has(self, digest: str) -> bool:
-        """Return whether the wheel is stored. If so, keep it for a while longer, since a job that
-        names it is about to come."""
+        """Return whether the wheel is stored. If so, keep it for a while longer: a job that names
+        it is about to be submitted."""
         try:
             os.utime(self._folder / f"{digest}.whl")
         except FileNotFoundError:
@@ -47,7 +47,7 @@ class Wheels:
         return True
 
     def check(self, job: JobSpec) -> None:
-        """Raise ValueError where the wheel of a new job has not come."""
+        """Raise ValueError where the wheel of a new job was not sent."""
         digest = digest_of(job.code)
         if job.code is not None and (digest is None or not self.has(digest)):
             raise ValueError("code: the wheel did not come; submit the job with 'oobleck submit'")
@@ -119,13 +119,13 @@ class Wheels:
         """Remove the wheels that no job names any more, until this is cancelled."""
         while True:
             codes = [digest_of(job.spec.code) for job in jobs() if job.state not in ENDED]
-            with suppress(OSError):  # the next look comes to what cannot be removed now
+            with suppress(OSError):  # tried again in the next round
                 await asyncio.to_thread(self.remove_all_but, frozenset(codes), time.time())
             await asyncio.sleep(_LOOK_S)
 
     def remove_all_but(self, named: Collection[str | None], now: float) -> None:
-        """Remove the old wheels except those in `named`, the hashes that jobs which go on have.
-        `now`: by the clock of files."""
+        """Remove old wheels, except those in `named`: the hashes of unfinished jobs' wheels. `now`:
+        by the clock of files."""
         if not self._folder.exists():
             return
         for file in self._folder.iterdir():
@@ -136,5 +136,5 @@ class Wheels:
 def _size(file: Path) -> int:
     try:
         return file.stat().st_size
-    except FileNotFoundError:  # the wheel has its name by now, or broke off
+    except FileNotFoundError:  # renamed to its hash, or removed, meanwhile
         return 0

@@ -2,9 +2,9 @@
 doctor`.
 
 An examination is not journaled, and a master that restarts forgets it. There is one at a time, of
-clocks, each host by itself, folders that nodes share, and links, a pair of nodes at a time. Each
-phase leaves out the nodes that did not answer the one before. Every order has a time-out. While a
-job trains only little is sent and written. Must not know gRPC.
+clocks, each host by itself, folders that nodes share, and links, a pair of nodes at a time. Nodes
+that do not answer a phase are left out of the next ones. Every order has a time-out. While a job
+trains only little is sent and written. Must not know gRPC.
 """
 
 import asyncio
@@ -64,7 +64,7 @@ _LOOK_S = 1.0
 #: used while a job trains, if an operator asks for the measurement.
 _MOST_BYTES, _FEW_BYTES = 64 << 20, 16 << 20
 _SENDING_S = 0.5
-#: After this time no round of pairs begins.
+#: Seconds after which no further round of pairs begins.
 _PAIRS_S = 180.0
 #: Time after which listeners end by themselves.
 _LISTENING_S = _PAIRS_S + 120.0
@@ -114,7 +114,7 @@ class Examinations:
         self._busy = True
         head = Doctor(self._about_head, None)
         running = _Examination(
-            wish, self._state, self._environment, ask=self._ask, tell=self._tell, head=head
+            wish, self._state, self._environment, ask=self._ask, send=self._send, head=head
         )
         try:
             async for finding in running.findings():
@@ -135,10 +135,10 @@ class Examinations:
             credentials=str(config.pki or ""),
         )
 
-    def _tell(self, node: NodeName, order: Order) -> None:
+    def _send(self, node: NodeName, order: Order) -> None:
         """Send an order without awaiting its answer, if the node has a session."""
         if (session := self._session(node)) is not None:
-            self._orders.tell(session, partial(_message, order))
+            self._orders.send(session, partial(_message, order))
 
     async def _ask(self, node: NodeName, order: Order, limit_s: float = _ORDER_S) -> Answer:
         session = self._session(node)
@@ -169,22 +169,22 @@ class _Examination:
         environment: Environment,
         *,
         ask: Callable[..., Awaitable[Answer]],
-        tell: Callable[[NodeName, Order], None],
+        send: Callable[[NodeName, Order], None],
         head: Doctor,
     ) -> None:
         self._wish = wish
         self._state = state
         self._now = environment.now
         self._unix = environment.unix
-        self._ask, self._tell, self._head = ask, tell, head
+        self._ask, self._send, self._head = ask, send, head
         self._name = environment.token(8)
         self._secret = environment.token(32)
         names = wish.nodes or tuple(state.nodes)
         self._nodes: Mapping[NodeName, Node] = {name: state.nodes[name] for name in sorted(names)}
         #: Nodes that have answered all phases so far.
-        self._there: tuple[NodeName, ...] = ()
+        self._answering: tuple[NodeName, ...] = ()
         self._listening: set[NodeName] = set()
-        #: By boot of a host: held while a node of it looks.
+        #: Lock for each host, by its boot id: its nodes examine it one at a time.
         self._looking: dict[str, asyncio.Lock] = {}
         #: By node, folders in which it has left a file.
         self._marked: dict[NodeName, tuple[str, ...]] = {}
@@ -217,23 +217,23 @@ class _Examination:
     def end(self) -> None:
         """Stop listening and remove marks, on the nodes that are still connected."""
         for name in self._listening:
-            self._tell(name, Hush())
+            self._send(name, Hush())
         self._remove_marks()
 
     # ---- phases
 
     async def _clocks(self) -> AsyncIterator[Finding]:
         connected = [name for name, node in self._nodes.items() if node.connected]
-        found = await asyncio.gather(*map(self._clock, connected))
+        clocks = await asyncio.gather(*map(self._clock, connected))
         offsets: dict[str, float] = {}
-        there = []
-        for name, clock in zip(connected, found, strict=True):
+        answering = []
+        for name, clock in zip(connected, clocks, strict=True):
             if isinstance(clock, str):
                 yield _no_answer(name, clock)
             else:
-                there.append(name)
+                answering.append(name)
                 offsets[name] = clock
-        self._there = tuple(there)
+        self._answering = tuple(answering)
         for finding in together.of_clocks(offsets):
             yield finding
 
@@ -254,7 +254,7 @@ class _Examination:
         return 0.0 if abs(offset) <= trip / 2 else offset
 
     async def _hosts(self) -> AsyncIterator[Finding]:
-        versions = [(name, self._nodes[name].facts.versions) for name in self._there]
+        versions = [(name, self._nodes[name].facts.versions) for name in self._answering]
         for finding in together.of_versions(versions, installed().oobleck):
             yield finding
         places, more = self._places()
@@ -264,7 +264,10 @@ class _Examination:
         looked: dict[str, Looked] = {}
         looks = {
             asyncio.ensure_future(self._head.ask(Look(gently=self._gently))): together.HEAD,
-            **{asyncio.ensure_future(self._look_alone(name, places)): name for name in self._there},
+            **{
+                asyncio.ensure_future(self._look_alone(name, places)): name
+                for name in self._answering
+            },
         }
         try:
             while looks:
@@ -281,13 +284,14 @@ class _Examination:
             for each in looks:
                 each.cancel()
         looked.pop(together.HEAD, None)
-        self._there = tuple(name for name in self._there if name in looked)
-        self._marked = {name: _marked_in(looked[name]) for name in self._there}
+        self._answering = tuple(name for name in self._answering if name in looked)
+        self._marked = {name: _marked_in(looked[name]) for name in self._answering}
         for finding in (*together.of_packets(looked), *together.of_places(looked)):
             yield finding
 
     async def _look_alone(self, name: NodeName, places: tuple[Place, ...]) -> Answer:
-        """Have the node look, one node of a host at a time: they share its disks."""
+        """Have the node examine its host, one node of a host at a time, since they share its
+        disks."""
         boot = self._nodes[name].facts.boot or name
         async with self._looking.setdefault(boot, asyncio.Lock()):
             return await self._ask(name, self._look(name, places))
@@ -303,12 +307,12 @@ class _Examination:
 
     def _places(self) -> tuple[tuple[Place, ...], int]:
         """Return the distinct paths that all nodes must have, and the number of those left out."""
-        found = [Place(path=path, use="data") for path in self._wish.data]
-        found += [Place(path=path, use="checkpoints") for path in self._wish.checkpoints]
+        distinct = [Place(path=path, use="data") for path in self._wish.data]
+        distinct += [Place(path=path, use="checkpoints") for path in self._wish.checkpoints]
         for job in self._state.jobs.values():
             if job.state not in ENDED:
-                found += places_of(job.spec)
-        unique = tuple({place.path: place for place in found}.values())
+                distinct += places_of(job.spec)
+        unique = tuple({place.path: place for place in distinct}.values())
         return unique[:_MOST_PLACES], len(unique[_MOST_PLACES:])
 
     async def _shared(self) -> AsyncIterator[Finding]:
@@ -321,12 +325,12 @@ class _Examination:
             self._ask(name, FindMarks(folders=self._marked[name], examination=self._name))
             for name in marked
         ]
-        found = dict(zip(marked, await asyncio.gather(*orders), strict=True))
+        answers = dict(zip(marked, await asyncio.gather(*orders), strict=True))
         self._remove_marks()
         for folder in folders:
             marks: dict[str, tuple[str, ...]] = {
                 name: answer.found[folder]
-                for name, answer in found.items()
+                for name, answer in answers.items()
                 if isinstance(answer, Marks) and folder in answer.found
             }
             for finding in together.of_marks(folder, marks):
@@ -335,28 +339,28 @@ class _Examination:
     def _remove_marks(self) -> None:
         for name, folders in self._marked.items():
             if folders:
-                self._tell(name, RemoveMarks(folders=folders, examination=self._name))
+                self._send(name, RemoveMarks(folders=folders, examination=self._name))
         self._marked = {}
 
     async def _pairs(self) -> AsyncIterator[Finding]:
-        if len(self._there) < 2:
+        if len(self._answering) < 2:
             return
         ports = await self._listen()
-        for name in self._there:
+        for name in self._answering:
             if isinstance(ports[name], str):
                 what = f"nobody can listen at {self._nodes[name].facts.address}: {ports[name]}"
                 fix = "start its agent with an --address of its host"
                 yield Finding(check="ports", level="fail", what=what, fix=fix, node=name)
-        names = [name for name in self._there if isinstance(ports[name], int)]
+        names = [name for name in self._answering if isinstance(ports[name], int)]
         most = _MOST_BYTES if not self._gently else _FEW_BYTES if self._wish.pairs else 0
         if self._gently:
-            told = (
+            amount = (
                 f"at most {most >> 20} MiB are sent each way" if most else "next to nothing is sent"
             )
-            what = f"a job uses the nodes, so {told} between two of them"
+            what = f"a job uses the nodes, so {amount} between two of them"
             fix = "" if most else "--pairs sees how much gets through, by 16 MiB each way"
             yield Finding(check="pairs", level="pass", what=what, fix=fix)
-        found: dict[ways.End, Way] = {}
+        by_end: dict[ways.End, Way] = {}
         until = self._now() + _PAIRS_S
         for some in ways.rounds(names):
             if self._now() > until:
@@ -364,44 +368,44 @@ class _Examination:
             measured = await asyncio.gather(
                 *(self._pair(NodeName(a), NodeName(b), ports, most) for a, b in some)
             )
-            found |= {end: way for ends in measured for end, way in ends.items()}
-        for finding in ways.conclude(found):
+            by_end |= {end: way for ends in measured for end, way in ends.items()}
+        for finding in ways.conclude(by_end):
             yield finding
-        for finding in ways.unmeasured(names, len({frozenset(end) for end in found})):
+        for finding in ways.unmeasured(names, len({frozenset(end) for end in by_end})):
             yield finding
 
     async def _listen(self) -> dict[NodeName, int | str]:
         """Have each node listen; return its port, or the reason why it has none."""
         order = Listen(secret=self._secret, seconds=_LISTENING_S)
-        self._listening = {*self._there}
-        answers = await asyncio.gather(*(self._ask(name, order) for name in self._there))
+        self._listening = {*self._answering}
+        answers = await asyncio.gather(*(self._ask(name, order) for name in self._answering))
         return {
             name: answer.port if isinstance(answer, Listening) else _reason(answer)
-            for name, answer in zip(self._there, answers, strict=True)
+            for name, answer in zip(self._answering, answers, strict=True)
         }
 
     async def _pair(
-        self, one: NodeName, other: NodeName, ports: Mapping[NodeName, int | str], most: int
+        self, first: NodeName, second: NodeName, ports: Mapping[NodeName, int | str], most: int
     ) -> dict[ways.End, Way]:
         """Measure the link in both directions at once, then its rate, alone."""
-        ends = ((one, other), (other, one))
+        ends = ((first, second), (second, first))
 
-        async def call(here: NodeName, there: NodeName, most_bytes: int) -> Way | None:
-            address, port = self._nodes[there].facts.address, int(ports[there])
+        async def call(source: NodeName, target: NodeName, most_bytes: int) -> Way | None:
+            address, port = self._nodes[target].facts.address, int(ports[target])
             order = Call(address=address, port=port, most_bytes=most_bytes, seconds=_SENDING_S)
-            answer = await self._ask(here, order)
+            answer = await self._ask(source, order)
             # A node that does not answer says nothing about the link.
             return answer if isinstance(answer, Way) else None
 
-        answers = await asyncio.gather(*(call(here, there, 0) for here, there in ends))
-        found: dict[ways.End, Way] = {
+        answers = await asyncio.gather(*(call(source, target, 0) for source, target in ends))
+        measured: dict[ways.End, Way] = {
             end: way for end, way in zip(ends, answers, strict=True) if way is not None
         }
-        if most and (one, other) in found and not found[one, other].problem:
-            carried = await call(one, other, most)
+        if most and (first, second) in measured and not measured[first, second].problem:
+            carried = await call(first, second, most)
             if carried is not None and not carried.problem:
-                found |= {end: ways.with_rates(way, carried) for end, way in found.items()}
-        return found
+                measured |= {end: ways.with_rates(way, carried) for end, way in measured.items()}
+        return measured
 
 
 def _message(order: Order, number: int) -> pb.MasterMessage:

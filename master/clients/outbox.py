@@ -28,11 +28,11 @@ _COUNTED_BYTES = 4096
 #: Shortest interval of acknowledgements to agents that send records.
 SENDERS_S = 0.5
 #: The same for all other agents, which keep the same records. Well below the time for which they
-#: hold theirs back (4 s), so that those are not sent for nothing.
+#: hold their copies back (4 s), so that these are not sent in vain.
 OTHERS_S = 2.0
-#: Size of a batch of other agents that are acknowledged at once, and interval between batches.
-_TOLD_AT_ONCE = 50
-_TELLING_S = 0.05
+#: Number of other agents that are acknowledged at a time, and seconds between such batches.
+_BATCH = 50
+_BATCH_INTERVAL_S = 0.05
 
 
 @dataclass(slots=True)
@@ -41,28 +41,28 @@ class Budget:
 
     per_s: float
     burst: float
-    _there: float = 0.0
+    _available: float = 0.0
     _at: float | None = None
 
     def take(self, amount: float, now: float) -> bool:
         """Take `amount` if it is available; return whether it was."""
         self._fill(now)
-        if self._there < amount:
+        if self._available < amount:
             return False
-        self._there -= amount
+        self._available -= amount
         return True
 
     def owe(self, amount: float, now: float) -> float:
         """Take `amount`, a debt of one burst at most, and return the seconds until it is paid."""
         self._fill(now)
-        self._there = max(-self.burst, self._there - amount)
-        return max(0.0, -self._there / self.per_s)
+        self._available = max(-self.burst, self._available - amount)
+        return max(0.0, -self._available / self.per_s)
 
     def _fill(self, now: float) -> None:
         if self._at is None:
-            self._there = self.burst
+            self._available = self.burst
         else:
-            self._there = min(self.burst, self._there + (now - self._at) * self.per_s)
+            self._available = min(self.burst, self._available + (now - self._at) * self.per_s)
         self._at = now
 
 
@@ -79,12 +79,13 @@ class AgentSession:
     #: connection.
     pace: Budget
     #: Version of the newest assignment in the outbox.
-    told_version: int = -1
-    #: Its node was held when the session was last briefed, so its reports were ignored.
+    sent_version: int = -1
+    #: True if the node was held for another job when `brief` last ran, so that its reports were
+    #: ignored.
     held: bool = False
     _assignment: Assignment | None = None
     _acks: dict[JobId, tuple[int, int]] = field(default_factory=dict)
-    #: Questions with answers that the master's loop does not await; few, since operators ask them.
+    #: Operators' questions; the answers go to the asking task, not to the loop.
     _questions: list[pb.MasterMessage] = field(default_factory=list)
     _refusal: Refusal | None = None
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -94,8 +95,8 @@ class AgentSession:
         count = 1 + size // _COUNTED_BYTES
         await asyncio.sleep(self.pace.owe(count, asyncio.get_running_loop().time()))
 
-    def tell(self, assignment: Assignment) -> None:
-        self.told_version = assignment.version
+    def assign(self, assignment: Assignment) -> None:
+        self.sent_version = assignment.version
         self._assignment = assignment
         self._changed.set()
 
@@ -120,8 +121,8 @@ class AgentSession:
         self._changed.clear()
         messages = []
         if self._assignment is not None:
-            told = assignment_message(self._assignment)
-            messages.append(pb.MasterMessage(assignment=told))
+            assignment = assignment_message(self._assignment)
+            messages.append(pb.MasterMessage(assignment=assignment))
             self._assignment = None
         for job_id, (step, evaluated) in self._acks.items():
             ack = pb.Ack(job_id=job_id, through_step=step, evaluated_step=evaluated)
@@ -142,7 +143,7 @@ class Questions(Generic[T]):
         self._numbers = itertools.count(1 + secrets.randbits(32))
         self._open: dict[tuple[NodeName, int], asyncio.Future[T]] = {}
 
-    def tell(self, session: AgentSession, message: Callable[[int], pb.MasterMessage]) -> int:
+    def send(self, session: AgentSession, message: Callable[[int], pb.MasterMessage]) -> int:
         """Send the message for a new number, and return that; no answer is awaited."""
         number = next(self._numbers)
         session.ask(message(number))
@@ -152,14 +153,14 @@ class Questions(Generic[T]):
         self, session: AgentSession, message: Callable[[int], pb.MasterMessage]
     ) -> asyncio.Future[T]:
         """Send the message for a new number; return the answer to come, to cancel or await."""
-        key = session.node, self.tell(session, message)
+        key = session.node, self.send(session, message)
         answer: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         self._open[key] = answer
         answer.add_done_callback(lambda _: self._open.pop(key, None))
         return answer
 
     def answered(self, node: NodeName, number: int, value: T) -> None:
-        """Pass an agent's answer to whoever awaits it, if anybody does."""
+        """Pass an agent's answer to the task that awaits it, if there is one."""
         answer = self._open.get((node, number))
         if answer is not None and not answer.done():
             answer.set_result(value)
@@ -198,9 +199,9 @@ class Rounds:
             self._noted.clear()
             self._next_round_at = now + self._at_most_every_s
             self._left.extend(sessions)
-        told = [self._left.popleft() for _ in range(min(len(self._left), _TOLD_AT_ONCE))]
-        self._free_at = now + _TELLING_S
-        return self._jobs, told
+        batch = [self._left.popleft() for _ in range(min(len(self._left), _BATCH))]
+        self._free_at = now + _BATCH_INTERVAL_S
+        return self._jobs, batch
 
 
 def refused_message(refusal: Refusal) -> pb.MasterMessage:

@@ -1,8 +1,8 @@
-"""Requests of operators: jobs, checkpoints, drains, credentials, and the adoption of jobs.
+"""Operators' requests: jobs, checkpoints, drains, credentials, and the adoption of jobs.
 
-Each request becomes one event, and is answered when that is on disk; one that is repeated with the
-same id gets the first answer again. The caller must still be trusted in the later iteration that
-decides.
+Each request becomes one event and is answered when the event is on disk. A request that is repeated
+with the same id gets the first answer again. The caller must still be trusted in the loop iteration
+that decides, which is later than the call.
 
 A job that nodes train and this master does not know is adopted while it trains. The agents provide
 the job's text, its plan, their processes, its progress, and its wheel, if an operator wants the
@@ -58,8 +58,8 @@ _NAME_IN_ID = 48
 #: Time-outs for all nodes to send the job's text, and for one of them to return its wheel.
 _ANSWER_S, _WHEEL_S = 10.0, 120.0
 _LOOK_S = 0.1
-#: Losses of an adoption, since no agent has these. Further losses follow from the step at which the
-#: job's records resume.
+#: Losses of an adoption: no agent has these. Further losses follow from the step at which the job's
+#: records resume.
 LOST: tuple[str, ...] = (
     "other jobs, the queue, drains and join tokens of the master that had the job",
     "revocations: a certificate that was revoked is valid again; name it to 'oobleck pki revoke'",
@@ -70,7 +70,7 @@ LOST: tuple[str, ...] = (
 
 
 def node_request(request_id: str, node: str) -> str:
-    """Return the id of the part about one node of a request about several."""
+    """Return the id of one node's part in a request about several nodes."""
     return f"{request_id}/{node}"
 
 
@@ -176,7 +176,8 @@ class Requests:
         return await self._ask(answer)
 
     def _new_job_id(self, spec: JobSpec) -> JobId:
-        """Return a job id that no job has, nor a folder: the journal of its job may be lost."""
+        """Return an id that neither a job nor a folder has: a folder may be of a job whose journal
+        is lost."""
         jobs = {*self._ledger.state.jobs, *self._ledger.state.held}
         number = self._ledger.state.submissions + 1
         while True:
@@ -215,8 +216,8 @@ class Requests:
     async def drain(
         self, request_id: str, nodes: Sequence[NodeName], reason: str, *, force: bool
     ) -> None:
-        """Request the drain of known nodes, in one decision. Leave a node alone that an operator
-        already drains like this."""
+        """Request the drain of known nodes, in one decision. Nodes that an operator already drains
+        in this way are skipped."""
 
         def is_so(drain: Drain | None) -> bool:
             if drain is None or drain.by != "operator":
@@ -257,8 +258,8 @@ class Requests:
     async def _about_nodes(
         self, asked: Mapping[NodeName, str], event: Callable[[Node], Journaled | None]
     ) -> None:
-        """Journal the events about known nodes. `asked`: the id of each node's request; one that
-        has been answered changes nothing."""
+        """Journal the events about known nodes. `asked`: the id of each node's request; a request
+        that was answered before changes nothing."""
 
         def answer(_: float) -> None:
             state = self._ledger.state
@@ -267,8 +268,8 @@ class Requests:
                 # A lost node may be forgotten meanwhile.
                 if name not in state.nodes or request_id in answered:
                     continue
-                if (found := event(state.nodes[name])) is not None:
-                    self._ledger.journal(found)
+                if (journaled := event(state.nodes[name])) is not None:
+                    self._ledger.journal(journaled)
 
         await self._ask(answer)
 
@@ -359,15 +360,15 @@ class Adoptions:
                     raise NotAdopted(f"node {node} is not connected any more; ask again")
                 asked[node] = self._questions.ask(session, question)
             await asyncio.wait(asked.values(), timeout=_ANSWER_S)
-            if silent := [node for node, one in asked.items() if not one.done()]:
-                who = ", ".join(silent)
+            if silent := [node for node, future in asked.items() if not future.done()]:
+                names = ", ".join(silent)
                 raise NotAdopted(
-                    f"{who} did not say within {_ANSWER_S:g} s what job it is; ask again"
+                    f"{names} did not say within {_ANSWER_S:g} s what job it is; ask again"
                 )
-            return {node: one.result() for node, one in asked.items()}
+            return {node: future.result() for node, future in asked.items()}
         finally:
-            for one in asked.values():
-                one.cancel()
+            for future in asked.values():
+                future.cancel()
 
     async def _fetch(
         self, digest: str, nodes: Sequence[NodeName], has_wheel: Callable[[str], bool]
@@ -399,8 +400,8 @@ def _read(texts: Mapping[NodeName, str]) -> JobSpec:
     for node, text in texts.items():
         specs.setdefault(text, []).append(node)
     if len(specs) > 1:
-        told = " and ".join(", ".join(nodes) for nodes in specs.values())
-        raise NotAdopted(f"{told} tell different jobs; cancel it with --unknown")
+        groups = " and ".join(", ".join(nodes) for nodes in specs.values())
+        raise NotAdopted(f"{groups} report different jobs; cancel it with --unknown")
     try:
         return parse_job(next(iter(specs)))
     except ValueError as error:

@@ -53,12 +53,12 @@ log = logging.getLogger(__name__)
 
 #: Registrations of one node per second, and in a burst.
 _REGISTRATIONS_PER_S, _REGISTRATIONS_AT_ONCE = 1.0, 30
-#: Terms of this master that one node's reports may begin.
+#: Rate and burst of terms that one node's reports may make this master begin.
 _TERMS_PER_S, _TERMS_AT_ONCE = 1 / 600, 3
-#: Bytes of its workers' output that are kept.
+#: Rate and burst of bytes of its workers' output that are kept.
 _OUTPUT_BYTES_PER_S, _OUTPUT_BYTES_AT_ONCE = 1 << 20, 16 << 20
 #: Most distinct refusals of nodes' messages that are logged.
-_MOST_TOLD = 1000
+_MOST_LOGGED = 1000
 
 
 @dataclass(slots=True)
@@ -76,7 +76,7 @@ class _Sender:
     terms: Budget = field(default_factory=lambda: Budget(_TERMS_PER_S, _TERMS_AT_ONCE))
     #: Lines of output that were dropped since the last kept ones.
     dropped: int = 0
-    #: Head for which its last registration was refused.
+    #: Head that it followed when its last registration was refused.
     followed: Head | None = None
     #: Processes of its newest status.
     processes: tuple[Incarnation, ...] = ()
@@ -165,7 +165,7 @@ class Sessions:
         try:
             return await self._inbox.ask(register)
         except BaseException:
-            # The agent is gone: close a session that is opened for it, maybe only later.
+            # The agent has left: close its session, which may be opened only by a later handler.
             self._inbox.post(closed)
             raise
 
@@ -184,7 +184,7 @@ class Sessions:
         self._begin_term(registration, arrived_at)
         verdict = admit(ledger.state, registration, arrived_at, self._timing)
         if isinstance(verdict, Refusal):
-            # An agent that follows another head retries every second, for days.
+            # Log once: an agent that follows another head retries every second, for days.
             sender = self._sender(facts.node)
             if verdict.follows is None or verdict.follows != sender.followed:
                 log.warning("agent refused", extra={"node": facts.node, "reason": verdict.reason})
@@ -219,7 +219,7 @@ class Sessions:
         return session
 
     def _begin_term(self, registration: Registration, now: float) -> None:
-        """Begin a term of this master's own where agents know more than its journal."""
+        """Begin a new term if the agent knows events that this journal lacks."""
         state, node = self._ledger.state, registration.facts.node
         began = next_term(state, registration.acted_on, self._new_id)
         if began is None:
@@ -264,9 +264,9 @@ class Sessions:
                 ledger.observe(received, arrived_at)
             case WorkerReport() if reason := self._why_refused(node, message):
                 self._refuse(node, reason)
-            case WorkerReport(job_id=job_id, what=Evaluated() as told):
+            case WorkerReport(job_id=job_id, what=Evaluated() as evaluated):
                 reason = self._confirmations.evaluation(
-                    job_id, node, told.record, arrived_at, told.restored_in
+                    job_id, node, evaluated.record, arrived_at, evaluated.restored_in
                 )
                 self._refuse(node, reason)
                 self._to_all.note(job_id)
@@ -287,14 +287,14 @@ class Sessions:
 
     def _why_refused(self, node: NodeName, report: WorkerReport) -> str:
         """Return why the report is refused; empty: it is not. A process that another node's status
-        lists is that node's, even where no plan counts on it."""
+        lists belongs to that node, even if it is in no plan."""
         if self._places.get(report.incarnation, own := WorkerId(node, report.slot)) != own:
             return "a report of another one's process"
         return why_refused(self._ledger.state, node, report)
 
     def _believed(self, node: NodeName, status: NodeStatus) -> NodeStatus:
-        """Return the part of the status that counts. If two places name a process, the first one
-        has it, as long as its node is not lost."""
+        """Return the part of the status that counts. If two places claim a process, the first claim
+        holds until its node is lost."""
         state = self._ledger.state
         known = believed(state, node, status)
         sender = self._sender(node)
@@ -302,7 +302,8 @@ class Sessions:
         if status.job_id is not None and (
             status.job_id not in state.jobs or state.nodes[node].held is not None
         ):
-            # No plan counts on these processes, and the node's own report alone holds it.
+            # The node is held: no plan has these processes, and its own report alone decides how
+            # long.
             sender.processes = ()
             return status
         own = tuple(
@@ -367,12 +368,13 @@ class Sessions:
         if not reason:
             return
         self.refused[reason] += 1
-        if (node, reason) not in self._logged and len(self._logged) < _MOST_TOLD:
+        if (node, reason) not in self._logged and len(self._logged) < _MOST_LOGGED:
             self._logged.add((node, reason))
             log.warning("an agent's word does not count", extra={"node": node, "why": reason})
 
     def pass_over_lost(self, now: float, late_s: float) -> None:
-        """Release records that waited in vain for earlier ones, or for another node's report."""
+        """Give up waiting for missing records: write those that wait for them, or for another
+        node's report."""
         for node in self._confirmations.look(now):
             reason = "to send again the records that were too many to keep"
             self.end_of(node, Refusal(reason=reason, temporary=True))
@@ -415,10 +417,10 @@ class Sessions:
             replaced = Refusal(reason="a newer stream of this agent replaced it", temporary=True)
             self._end(session, replaced)
         elif session.held and _is_of_a_job_here(state, node):
-            again = "to tell again of a job that has become this master's"
+            again = "to repeat reports on a job that has become this master's"
             self._end(session, Refusal(reason=again, temporary=True))
-        elif node.held is None and session.told_version != node.desired.version:
-            session.tell(state.assignment(node))
+        elif node.held is None and session.sent_version != node.desired.version:
+            session.assign(state.assignment(node))
         session.held = node.held is not None
 
     @property
@@ -432,21 +434,21 @@ class Sessions:
         now = self._ledger.now()
         jobs, senders = self._to_senders.take(now, self._senders)
         self._senders.difference_update(senders)
-        self._tell_stored(jobs, senders)
-        self._tell_stored(*self._to_all.take(now, self._open))
+        self._acknowledge_stored(jobs, senders)
+        self._acknowledge_stored(*self._to_all.take(now, self._open))
 
-    def _tell_stored(self, jobs: Iterable[JobId], sessions: Iterable[int]) -> None:
+    def _acknowledge_stored(self, jobs: Iterable[JobId], sessions: Iterable[int]) -> None:
         """Acknowledge `jobs` to the open ones of these `sessions` (numbers)."""
-        there = [self._open[number] for number in sessions if number in self._open]
+        open_sessions = [self._open[number] for number in sessions if number in self._open]
         for job_id in jobs:
             archive = self._ledger.archive
             stored = archive.metrics(job_id).stored_step, archive.evaluations(job_id).stored_step
-            for session in there:
+            for session in open_sessions:
                 session.acknowledge(job_id, *stored)
 
     def ask_again(self) -> None:
-        """Make agents resend what a full disk did not take: end their sessions, as they send again
-        when they register. Acknowledgements of all jobs become due."""
+        """Make agents resend records that a full disk did not take: end their sessions, since they
+        resend on registering. Acknowledgements of all jobs become due."""
         if self._ledger.archive.asks_again():
             again = Refusal(reason="to send again what the full disk did not take", temporary=True)
             for session in self:
@@ -466,6 +468,6 @@ class Sessions:
 
 
 def _is_of_a_job_here(state: ClusterState, node: Node) -> bool:
-    """Return whether the node, which was held, trains a job of this master."""
-    there = node.held is None and not node.stale_workers
-    return there and node.seen.status.job_id in state.jobs
+    """Return whether the node, which was held, now trains a job of this master."""
+    is_taken_over = node.held is None and not node.stale_workers
+    return is_taken_over and node.seen.status.job_id in state.jobs

@@ -55,7 +55,7 @@ class _Wish:
 
 
 class Timelines:
-    """Requests under way, of any number of operators."""
+    """Requests under way, from any number of operators."""
 
     def __init__(self, sessions: Callable[[], Sequence[AgentSession]]) -> None:
         self._sessions = sessions
@@ -116,9 +116,9 @@ class Timelines:
         for attempt in range(_ATTEMPTS):
             plan = await self._next_plan(job)
             clocks = await self._clocks(plan)
-            found = await self._recordings(job, plan, steps, _AHEAD_S * 4**attempt)
-            if found is not None:
-                return msgspec.json.encode(chrome_trace(_tracks(plan, found, clocks)))
+            recordings = await self._recordings(job, plan, steps, _AHEAD_S * 4**attempt)
+            if recordings is not None:
+                return msgspec.json.encode(chrome_trace(_tracks(plan, recordings, clocks)))
         raise NoTimeline(f"job {job.id}: its steps are too short, or its plan changes too often")
 
     async def _next_plan(self, job: Job) -> Plan:
@@ -141,10 +141,10 @@ class Timelines:
         self._last_number += 1
         number = self._last_number
         wish = self._wishes[number] = _Wish(job.id, frozenset(plan.workers))
-        told = pb.Record(job_id=job.id, number=number, first_step=first, last_step=last)
+        order = pb.Record(job_id=job.id, number=number, first_step=first, last_step=last)
         try:
             for session in self._of(plan):
-                session.ask(pb.MasterMessage(record=told))
+                session.ask(pb.MasterMessage(record=order))
             while not set(plan.workers) <= set(wish.found):
                 wish.news.clear()
                 try:
@@ -159,20 +159,20 @@ class Timelines:
             del self._wishes[number]
             if not self._wishes:
                 self._parts.clear()
-        found = {worker: wish.found[worker] for worker in plan.workers}
+        recordings = {worker: wish.found[worker] for worker in plan.workers}
         wanted = set(range(first, last + 1))
         whole = all(
-            wanted <= set(r.steps) and r.generation == plan.generation for r in found.values()
+            wanted <= set(r.steps) and r.generation == plan.generation for r in recordings.values()
         )
-        return found if whole else None
+        return recordings if whole else None
 
     def _of(self, plan: Plan) -> list[AgentSession]:
         """Return the sessions of all nodes of `plan`. Raises NoTimeline."""
         nodes = {worker.node for worker in plan.workers}
-        found = {session.node: session for session in self._sessions() if session.node in nodes}
-        if missing := sorted(nodes - set(found)):
+        by_node = {session.node: session for session in self._sessions() if session.node in nodes}
+        if missing := sorted(nodes - set(by_node)):
             raise NoTimeline(f"node {missing[0]} is not connected; try again when it is")
-        return list(found.values())
+        return list(by_node.values())
 
     async def _clocks(self, plan: Plan) -> Mapping[NodeName, Clock]:
         sessions = self._of(plan)
@@ -180,7 +180,7 @@ class Timelines:
         return {session.node: clock for session, clock in zip(sessions, clocks, strict=True)}
 
     async def _clock(self, session: AgentSession) -> Clock:
-        found: list[Clock] = []
+        readings: list[Clock] = []
         for _ in range(_ROUND_TRIPS):
             asked_ns = time.monotonic_ns()
             reading = self._readings.ask(session, _clock_message)
@@ -191,8 +191,8 @@ class Timelines:
                 raise NoTimeline(f"node {session.node} does not answer; try again") from None
             if self._boot and read.boot == self._boot:
                 return Clock()
-            found.append(round_trip(asked_ns, read.monotonic_ns, time.monotonic_ns()))
-        return min(found, key=lambda clock: clock.error_ns)
+            readings.append(round_trip(asked_ns, read.monotonic_ns, time.monotonic_ns()))
+        return min(readings, key=lambda clock: clock.error_ns)
 
 
 def _clock_message(number: int) -> pb.MasterMessage:
@@ -222,7 +222,7 @@ def _step_in(job: Job, ahead_s: float) -> int:
 
 
 def _tracks(
-    plan: Plan, found: Mapping[WorkerId, Recording], clocks: Mapping[NodeName, Clock]
+    plan: Plan, recordings: Mapping[WorkerId, Recording], clocks: Mapping[NodeName, Clock]
 ) -> list[Track]:
     titles = {
         worker: f"pipeline {number}, stage {position}, "
@@ -235,7 +235,7 @@ def _tracks(
         Track(
             worker=worker,
             title=titles[worker],
-            recording=found[worker],
+            recording=recordings[worker],
             clock=clocks[worker.node],
         )
         for worker in plan.workers

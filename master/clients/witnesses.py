@@ -1,13 +1,12 @@
 """Confirmation of reports that all workers make alike: they count when a second node agrees.
 
 Every worker makes the record of every step and evaluation, and reports every return to a
-checkpoint, so one lying agent changes nothing. A report of one node alone counts only where no
-other can report: the plan has one node, or the others are lost or have reported something later.
-The line in the job's file names that node. If two reports differ, the operator is informed, and a
-third one decides.
+checkpoint, so one lying agent changes nothing. A single node's report counts only where no other
+can report: the plan has one node, or the others are lost or have reported something later. The line
+in the job's file then names that node. If two reports differ, the operator is informed, and a third
+report decides.
 
-Everything is forgotten with the master's process: agents keep reports that are not on disk, and
-repeat them.
+Nothing outlives the master's process: agents keep reports that are not on disk, and repeat them.
 """
 
 import logging
@@ -25,26 +24,27 @@ from oobleck.master.events.jobs import RecordsDiffer
 from oobleck.master.events.unions import EvaluationReceived, RecordsReceived, RestoreReceived
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.job import NO_GENERATION, Job
-from oobleck.master.state.senders import tellers
+from oobleck.master.state.senders import committing_nodes
 from oobleck.master.storage.ledger import Ledger
 
 log = logging.getLogger(__name__)
 
 
 W = TypeVar("W", StepRecord, EvaluationRecord, Restored)
-#: Unconfirmed reports kept per node; its agent is asked for more later.
+#: Most unconfirmed reports kept per node; its agent repeats further ones later.
 MOST_WAITING = 8192
-#: After this time, a report that all others have passed and do not confirm is lost to them.
+#: Seconds after which a report counts unconfirmed, if training has passed its step: the other nodes
+#: have lost theirs.
 LOST_S = 30.0
-#: Heartbeats missed until a node is no longer waited for.
+#: Missed heartbeats after which a node is not waited for.
 SILENT = 4
 #: Reports that wait longer than this wait for a slow or lost node.
 _LONG_S = 1.0
 #: Waiting reports examined per iteration.
 _LOOKED_AT = 256
-#: Generations with known nodes.
+#: Most generations whose nodes are cached.
 _KNOWN_GENERATIONS = 8
-#: Fields that each worker measures or finds for itself.
+#: Fields that may differ: each worker measures or finds them for itself.
 _OWN = frozenset({"step_seconds", "seconds", "time", "passed_over", "told_by", "records_problem"})
 #: Interval at which all waiting reports are examined.
 _LOOK_S = 0.2
@@ -61,10 +61,10 @@ class Differs:
 
 @dataclass(slots=True)
 class Verdict(Generic[W]):
-    """Verdict: reports that count from now on, in order, and differences."""
+    """Result of judging: reports that count from now on, in order, and differences."""
 
-    #: Each with the only node that reported it; empty: several did.
-    words: list[tuple[W, str]] = field(default_factory=list)
+    #: Each with the node whose report alone it rests on; empty: several nodes agree.
+    settled: list[tuple[W, str]] = field(default_factory=list)
     differ: list[Differs] = field(default_factory=list)
 
 
@@ -74,8 +74,8 @@ class _Claim(Generic[W]):
 
     since: float
     #: In the order of arrival.
-    words: dict[NodeName, W] = field(default_factory=dict)
-    #: Generation whose plan lets each node report it.
+    reports: dict[NodeName, W] = field(default_factory=dict)
+    #: Generation by whose plan each node may report it.
     by: dict[NodeName, Generation] = field(default_factory=dict)
 
 
@@ -91,51 +91,51 @@ class Witnesses(Generic[W]):
         self._claims: dict[int, _Claim[W]] = {}
         #: By node, the number of waiting reports, and the last number reported.
         self._waiting: Counter[NodeName] = Counter()
-        self._told: dict[NodeName, int] = {}
+        self._last_reported: dict[NodeName, int] = {}
         #: Nodes with reports that were dropped because too many wait.
-        self._left: set[NodeName] = set()
-        self._tellers: dict[Generation, frozenset[NodeName]] = {}
+        self._dropped: set[NodeName] = set()
+        self._members: dict[Generation, frozenset[NodeName]] = {}
         #: The last settled step and its generation: generations do not fall as steps rise.
         self._last: tuple[int, Generation] = settled, Generation(0)
         #: Pairs of nodes whose differences were reported.
         self._differing: set[tuple[NodeName, NodeName]] = set()
 
-    def tell(
+    def take(
         self,
         job: Job,
         node: NodeName,
-        word: W,
+        report: W,
         now: float,
         restored_in: Generation = NO_GENERATION,
     ) -> str:
         """Take a node's report. Return why it is refused; empty: it counts, or is known.
         `restored_in`: the generation that found it beside a checkpoint; 0: none. The nodes of that
         generation may report it, even if others trained it."""
-        number, by = self._number_of(word), restored_in or word.generation
+        number, by = self._number_of(report), restored_in or report.generation
         allowed = self._of_generation(job, by)
         if allowed is None and not job.seen.inherited:
             return "of a generation that there is not"
         if allowed is not None and node not in allowed:
             return "of a node that had no part in it"
-        if not self._is_in_order(number, by) or (restored_in and word.generation >= restored_in):
+        if not self._is_in_order(number, by) or (restored_in and report.generation >= restored_in):
             return "of a generation that it cannot be of"
-        self._told[node] = max(number, self._told.get(node, 0))
+        self._last_reported[node] = max(number, self._last_reported.get(node, 0))
         claim = self._claims.get(number)
-        before = None if claim is None else claim.words.get(node)
-        if number <= self._settled or (before and before.generation >= word.generation):
+        before = None if claim is None else claim.reports.get(node)
+        if number <= self._settled or (before and before.generation >= report.generation):
             return ""
         if before is None and self._waiting[node] >= MOST_WAITING:
-            self._left.add(node)
+            self._dropped.add(node)
             return ""
         if claim is None:
             claim = self._claims[number] = _Claim(now)
-        claim.words[node], claim.by[node] = word, by
+        claim.reports[node], claim.by[node] = report, by
         self._waiting[node] += before is None
         return ""
 
     def begin_again(self, node: NodeName) -> None:
         """Note that the agent's new session repeats all its reports, from the oldest on."""
-        self._told.pop(node, None)
+        self._last_reported.pop(node, None)
 
     def settle_through(self, number: int) -> None:
         """Forget all reports up to `number`: they are known."""
@@ -145,9 +145,9 @@ class Witnesses(Generic[W]):
 
     def ask_again(self) -> list[NodeName]:
         """Return, once, the nodes whose reports were dropped and of which none waits any more."""
-        found = [node for node in self._left if not self._waiting[node]]
-        self._left.difference_update(found)
-        return found
+        nodes = [node for node in self._dropped if not self._waiting[node]]
+        self._dropped.difference_update(nodes)
+        return nodes
 
     def wait_long(self, job: Job, now: float) -> bool:
         """Return whether a report has waited for longer than reports usually take."""
@@ -163,26 +163,26 @@ class Witnesses(Generic[W]):
         return False
 
     def judge(
-        self, state: ClusterState, job: Job, now: float, words: Iterable[W] | None = None
+        self, state: ClusterState, job: Job, now: float, about: Iterable[W] | None = None
     ) -> Verdict[W]:
-        """Return newly settled reports, and forget them. `words`: settle only the steps that these
-        are about; None: the oldest that wait."""
+        """Return newly settled reports, and forget them. `about`: judge only steps that these
+        reports are about; None: the oldest that wait."""
         verdict = Verdict[W]()
-        if words is None:
+        if about is None:
             numbers = nsmallest(_LOOKED_AT, self._claims)
         else:
-            numbers = sorted({self._number_of(word) for word in words} & self._claims.keys())
+            numbers = sorted({self._number_of(report) for report in about} & self._claims.keys())
         for number in numbers:
             claim = self._claims[number]
             self._drop_vain(job, number, claim)
-            if not claim.words:
+            if not claim.reports:
                 self._forget(number)
                 continue
             members = self._members_of(job, claim)
             verdict.differ += self._differences(number, claim, members)
             settled = self._settle(state, job, number, claim, members, now)
             if settled is not None:
-                verdict.words.append(settled)
+                verdict.settled.append(settled)
                 self._last = max(self._last, (number, settled[0].generation))
                 self._forget(number)
         return verdict
@@ -194,13 +194,14 @@ class Witnesses(Generic[W]):
         return by >= generation if number > last else True
 
     def _drop_vain(self, job: Job, number: int, claim: _Claim[W]) -> None:
-        """Forget reports that came too early to be refused: a newer generation has settled earlier
-        steps since, or their generation does not exist, or lacks the node."""
+        """Forget reports that could not be refused on arrival: meanwhile a newer generation has
+        settled earlier steps, or their generation turned out not to exist or not to have the
+        node."""
         for node, by in list(claim.by.items()):
             allowed = self._of_generation(job, by)
             may = job.seen.inherited if allowed is None else node in allowed
             if not may or not self._is_in_order(number, by):
-                del claim.words[node], claim.by[node]
+                del claim.reports[node], claim.by[node]
                 self._waiting[node] -= 1
 
     def _settle(
@@ -212,28 +213,28 @@ class Witnesses(Generic[W]):
         members: frozenset[NodeName],
         now: float,
     ) -> tuple[W, str] | None:
-        told: dict[bytes, W] = {}
+        by_content: dict[bytes, W] = {}
         counts = {
-            node: word
-            for node, word in claim.words.items()
+            node: report
+            for node, report in claim.reports.items()
             if self._of_generation(job, claim.by[node]) is not None
         }
-        for word in counts.values():
-            if (same := _fingerprint(word)) in told:
-                return told[same], ""
-            told[same] = word
-        if not told:
+        for report in counts.values():
+            if (same := _fingerprint(report)) in by_content:
+                return by_content[same], ""
+            by_content[same] = report
+        if not by_content:
             return None
         # A step that one node committed alone, before it was lost, is done again.
-        only, word = max(counts.items(), key=lambda one: one[1].generation)
+        only, report = max(counts.items(), key=lambda one: one[1].generation)
         others = members - counts.keys()
-        if any(self._may_yet_tell(state, job, node, number, claim, now) for node in others):
+        if any(self._may_still_report(state, job, node, number, claim, now) for node in others):
             lost = number <= job.seen.steps.furthest_step and now >= claim.since + LOST_S
-            if not lost or isinstance(word, Restored):
+            if not lost or isinstance(report, Restored):
                 return None
-        return word, only
+        return report, only
 
-    def _may_yet_tell(
+    def _may_still_report(
         self,
         state: ClusterState,
         job: Job,
@@ -248,48 +249,50 @@ class Witnesses(Generic[W]):
             return False
         silent = state.nodes[node].seen.last_heard < claim.since
         here = not silent or now < claim.since + self._silent_s
-        return here and node not in job.lineage.emptied and self._told.get(node, 0) < number
+        return (
+            here and node not in job.lineage.emptied and self._last_reported.get(node, 0) < number
+        )
 
     def _members_of(self, job: Job, claim: _Claim[W]) -> frozenset[NodeName]:
-        """Return the nodes that may report it, of every plan in which it may have been committed.
-        So no node can exclude others by naming a plan without them."""
+        """Return the nodes of every plan in which the step may have been committed. So no node can
+        exclude others by naming a plan without them."""
         nodes = (self._of_generation(job, generation) for generation in claim.by.values())
         return frozenset[NodeName]().union(*filter(None, nodes))
 
     def _of_generation(self, job: Job, generation: Generation) -> frozenset[NodeName] | None:
-        found = self._tellers.get(generation)
-        if found is None and (found := tellers(job, generation)) is not None:
-            if len(self._tellers) >= _KNOWN_GENERATIONS:
-                self._tellers.clear()
-            self._tellers[generation] = found
-        return found
+        nodes = self._members.get(generation)
+        if nodes is None and (nodes := committing_nodes(job, generation)) is not None:
+            if len(self._members) >= _KNOWN_GENERATIONS:
+                self._members.clear()
+            self._members[generation] = nodes
+        return nodes
 
     def _differences(
         self, number: int, claim: _Claim[W], members: frozenset[NodeName]
     ) -> Iterator[Differs]:
-        nodes = [node for node in claim.words if node in members]
+        nodes = [node for node in claim.reports if node in members]
         for other in nodes[1:]:
             pair = nodes[0], other
-            fields = _unlike(claim.words[pair[0]], claim.words[other])
+            fields = _unlike(claim.reports[pair[0]], claim.reports[other])
             if fields and pair not in self._differing:
                 self._differing.add(pair)
                 yield Differs(step=number, nodes=pair, fields=fields)
 
     def _forget(self, number: int) -> None:
-        self._waiting.subtract(self._claims.pop(number).words.keys())
+        self._waiting.subtract(self._claims.pop(number).reports.keys())
 
 
-def _unlike(one: W, other: W) -> tuple[str, ...]:
+def _unlike(first: W, other: W) -> tuple[str, ...]:
     """Return the fields that all workers should report alike, and did not."""
-    if one.generation != other.generation:  # one of them did it again
+    if first.generation != other.generation:  # one of them did it again
         return ()
-    shared = (name for name in one.__struct_fields__ if name not in _OWN)
-    return tuple(name for name in shared if getattr(one, name) != getattr(other, name))
+    shared = (name for name in first.__struct_fields__ if name not in _OWN)
+    return tuple(name for name in shared if getattr(first, name) != getattr(other, name))
 
 
-def _fingerprint(word: W) -> bytes:
+def _fingerprint(report: W) -> bytes:
     """Return a key that is equal for reports with the same content."""
-    shared = [getattr(word, name) for name in word.__struct_fields__ if name not in _OWN]
+    shared = [getattr(report, name) for name in report.__struct_fields__ if name not in _OWN]
     return msgspec.json.encode(shared, order="sorted")
 
 
@@ -319,12 +322,12 @@ class Confirmations:
         restored_in: Generation = NO_GENERATION,
     ) -> list[str]:
         """Take a node's records of steps. Return why some of them do not count. `restored_in`: see
-        `Witnesses.tell`."""
+        `Witnesses.take`."""
         claims, refused = self._of(job_id), []
         for record in records:
             reason = "of a step that there is not"
             if record.step <= claims.job.spec.training.steps:
-                reason = claims.records.tell(claims.job, node, record, now, restored_in)
+                reason = claims.records.take(claims.job, node, record, now, restored_in)
             if reason:
                 refused.append(f"a step's record {reason}")
         self._settle_records(claims, now, records)
@@ -340,7 +343,7 @@ class Confirmations:
     ) -> str:
         """Take a node's report of an evaluation. Return why it is refused; empty: it is not."""
         claims = self._of(job_id)
-        reason = claims.evaluations.tell(claims.job, node, record, now, restored_in)
+        reason = claims.evaluations.take(claims.job, node, record, now, restored_in)
         self._settle_evaluations(claims, now, (record,))
         return reason and f"an evaluation {reason}"
 
@@ -348,7 +351,7 @@ class Confirmations:
         """Take a node's report of a return to a checkpoint. Return why it is refused; empty: it is
         not."""
         claims = self._of(job_id)
-        reason = claims.restores.tell(claims.job, node, restored, now)
+        reason = claims.restores.take(claims.job, node, restored, now)
         self._settle_restores(claims, now, (restored,))
         return reason and f"a restore {reason}"
 
@@ -384,11 +387,11 @@ class Confirmations:
     ) -> None:
         archive, job_id = self._ledger.archive, claims.job.id
         verdict = claims.records.judge(self._ledger.state, claims.job, now, about)
-        words = [msgspec.structs.replace(word, told_by=by) for word, by in verdict.words]
-        if words:
-            new = archive.take_records(job_id, tuple(words))
+        records = [msgspec.structs.replace(record, told_by=by) for record, by in verdict.settled]
+        if records:
+            new = archive.take_records(job_id, tuple(records))
             through = archive.metrics(job_id).through_step
-            ahead = tuple(word for word in words if word.step > through)
+            ahead = tuple(record for record in records if record.step > through)
             if new or ahead:
                 received = RecordsReceived(job_id=job_id, records=new, ahead=ahead)
                 self._ledger.observe(received, now)
@@ -400,8 +403,8 @@ class Confirmations:
     ) -> None:
         job_id = claims.job.id
         verdict = claims.evaluations.judge(self._ledger.state, claims.job, now, about)
-        for word, by in verdict.words:
-            record = msgspec.structs.replace(word, told_by=by)
+        for report, by in verdict.settled:
+            record = msgspec.structs.replace(report, told_by=by)
             if self._ledger.archive.take_evaluation(job_id, record):
                 received = EvaluationReceived(job_id=job_id, record=record)
                 self._ledger.observe(received, now)
@@ -413,7 +416,7 @@ class Confirmations:
     ) -> None:
         job_id = claims.job.id
         verdict = claims.restores.judge(self._ledger.state, claims.job, now, about)
-        for restored, _ in verdict.words:
+        for restored, _ in verdict.settled:
             self._ledger.observe(RestoreReceived(job_id=job_id, restored=restored), now)
             claims.restores.settle_through(restored.generation)
         self._note_differences(job_id, "restore", verdict.differ)
@@ -422,16 +425,21 @@ class Confirmations:
         self,
         job_id: JobId,
         record: Literal["step", "evaluation", "restore"],
-        found: Iterable[Differs],
+        differences: Iterable[Differs],
     ) -> None:
-        for one in found:
+        for each in differences:
             log.warning(
-                "two nodes tell different things of what all workers should tell alike; one of "
+                "two nodes reported different results of a step that all workers share; one of "
                 "them is broken, or lies: drain it",
-                extra={"job": job_id, "nodes": one.nodes, "step": one.step, "fields": one.fields},
+                extra={
+                    "job": job_id,
+                    "nodes": each.nodes,
+                    "step": each.step,
+                    "fields": each.fields,
+                },
             )
             differ = RecordsDiffer(
-                job_id=job_id, record=record, step=one.step, nodes=one.nodes, fields=one.fields
+                job_id=job_id, record=record, step=each.step, nodes=each.nodes, fields=each.fields
             )
             self._ledger.journal(differ)
 

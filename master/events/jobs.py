@@ -1,8 +1,8 @@
 """Journaled events of jobs: requests, turns, plans, checkpoints, ends.
 
-Owns the words for what a plan answers (`Cause`), for what somebody saw of a failure (`Evidence`,
-which events of nodes carry too), and for how the way into a generation went
-(`ReconfigurationStats`). Must not know what the events change.
+Owns the causes of plans (`Cause`), the observations of failures (`Evidence`, which events of nodes
+carry too), and the statistics of transitions into a generation (`ReconfigurationStats`). Must not
+know what the events change.
 """
 
 from typing import Any, Literal, get_args
@@ -18,12 +18,12 @@ from oobleck.planner.recovery.course import MOVING, is_base
 from oobleck.planner.recovery.rules import Next
 from oobleck.proto.types import WorkerExited
 
-#: Phases of the way into a generation, in order. The loss is found out, no plan is found, and none
-#: can be made until nodes come. Then workers leave the generation before, meet, move layers, and
-#: train.
+#: Phases of the transition into a generation, in order: detecting the loss, planning, waiting for
+#: enough nodes; then workers leave the previous generation, meet, move layers, and do the first
+#: step.
 Phase = Literal["detect", "plan", "waiting", "abort", "rendezvous", "transfer", "first_step"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
-#: Reason that a plan answers.
+#: Cause of a plan.
 Cause = Literal[
     "start",
     "node lost",
@@ -44,7 +44,7 @@ Cause = Literal[
 
 
 class Evidence(msgspec.Struct, frozen=True, kw_only=True):
-    """Observation of a failure, and its observer, `ago_s` before the event that carries it."""
+    """Observation of a failure, made `ago_s` before the event that carries it."""
 
     #: Kind of observer. agent: of a process that it started; peer: a worker, of another one;
     #: stream: the master, of an agent's session; worker: of itself.
@@ -69,20 +69,21 @@ class ReconfigurationStats(msgspec.Struct, frozen=True, kw_only=True):
     redo_step: int | None
     rolled_forward: bool
     received_bytes: int
-    #: Part of the received bytes that came while the generation before trained on.
+    #: Part of the received bytes that arrived while the previous generation trained on.
     fed_bytes: int = 0
-    #: Time without a committed step, less one step of the generation before; None: not known.
+    #: Seconds between the last step before and the first step after, less one usual step; None: not
+    #: known.
     stall_s: float | None = None
     #: Micro-batches of the redone step that did not have to be computed again.
     salvaged_microbatches: int = 0
-    #: Workers that had not left the generation before, where this one came to no step.
+    #: Workers that never left the previous generation, if this one committed no step.
     unanswered: tuple[WorkerId, ...] = ()
-    #: True: the phases between were not observed, because the master restarted meanwhile.
+    #: True if phases are missing because the master restarted meanwhile.
     master_restarted: bool
 
 
 class StandByFor(msgspec.Struct, frozen=True, kw_only=True):
-    """Time for which a slow worker stands by; no measurement of it shortens that."""
+    """Least time for which a slow worker stands by, even if it is measured as faster before."""
 
     worker: WorkerId
     incarnation: Incarnation
@@ -109,10 +110,10 @@ class Expected(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlanMade(Assign, frozen=True, kw_only=True, tag=True):
-    """Next generation; every node of the plan is to enter it as `Assign` says."""
+    """Event: the next generation's plan, which its nodes enter as `Assign` says."""
 
     job_id: JobId
-    #: Processes that the plan counts on, in rank order.
+    #: Processes of the plan's workers, in rank order.
     incarnations: tuple[Incarnation, ...]
     cause: Cause
     rule: str
@@ -135,18 +136,18 @@ class PlanMade(Assign, frozen=True, kw_only=True, tag=True):
     policy: str = MOVING
     #: Policy whose plan is to follow at a step boundary; empty: none.
     then: Next | Literal[""] = ""
-    #: Prediction for the plan; None: it was not asked for, as of the first plan.
+    #: Prediction for the plan; None: there is none, as for a first plan.
     expected: Expected | None = None
-    #: True: nobody had entered the plan before, which was for a step boundary. This plan comes from
-    #: the one that was trained in.
+    #: True if the previous plan, for a step boundary, was never entered: this plan replaces the
+    #: plan in training.
     passes_over: bool = False
-    #: Slow workers of nodes that stand by, and how slow they were then.
+    #: Rates of slow workers on nodes that stand by, when the plan was made.
     standing_by: tuple[WorkerRate, ...] = ()
-    #: Slow workers among these that had a part in the plan before.
+    #: Least stand-by times of those workers that were in the previous plan.
     stand_by_for: tuple[StandByFor, ...] = ()
-    #: Statistics of the generation before, where it did not come to its first step.
+    #: Statistics of the previous generation, if it committed no step.
     overtaken: ReconfigurationStats | None = None
-    #: Observations of failures since the last event that carries such.
+    #: Observations of failures that no event has carried yet.
     evidence: tuple[Evidence, ...] = ()
 
     @property
@@ -156,13 +157,14 @@ class PlanMade(Assign, frozen=True, kw_only=True, tag=True):
 
     @property
     def is_base(self) -> bool:
-        """True if later plans start from this plan's pipelines, not from an earlier plan's."""
+        """True if later plans start from this plan's pipelines rather than from an earlier
+        plan's."""
         return is_base(self.policy, self.rule)
 
 
 class PlanFound(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Plan that agents have and the journal does not, while some of its nodes are missing. It tells
-    which layers their workers hold."""
+    """Event: agents run a plan that the journal lacks, and some of its nodes are missing. Kept to
+    know which layers workers hold."""
 
     job_id: JobId
     plan: Plan
@@ -177,13 +179,13 @@ class FirstStepCommitted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     transition: ReconfigurationStats
     #: As in PlanMade.
     evidence: tuple[Evidence, ...] = ()
-    #: Unix time of the last step of a generation before, by the calendar of a worker's host; 0: not
-    #: known.
+    #: Unix time of the last step of the previous generations, by the clock of a worker's host; 0:
+    #: not known.
     trained_until: float = 0.0
 
 
 class FollowUpDropped(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Event: no follow-up replaces the newest plan: none is worth it, or planning failed."""
+    """Event: the newest plan's follow-up is given up: none is worth it, or planning failed."""
 
     job_id: JobId
     generation: Generation
@@ -204,14 +206,14 @@ class JobSubmitted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class JobAdopted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Job that nodes train and this master did not know; from here on it is its own."""
+    """Event: this master takes over a job that nodes train and that it did not know."""
 
     job_id: JobId
     request_id: str
     spec: JobSpec
     #: Nodes that were held until now.
     nodes: tuple[NodeName, ...]
-    #: Newest generation that they have told.
+    #: Newest generation that they have reported.
     generation: Generation
 
 
@@ -221,13 +223,14 @@ class JobCancelRequested(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class JobStarted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Event: the job has its turn, and nodes get ready for it."""
+    """Event: the job becomes active, and nodes start workers for it."""
 
     job_id: JobId
 
 
 class JobPutBack(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Event: a job that cannot go on for now lets another one have its turn."""
+    """Event: the active job, which cannot continue for now, returns to the queue and another one
+    becomes active."""
 
     job_id: JobId
     instead: JobId
@@ -258,7 +261,7 @@ class ProfileChosen(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class JobWaiting(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Event: no plan is possible until nodes come."""
+    """Event: no plan is possible until more nodes are ready."""
 
     job_id: JobId
     causes: tuple[str, ...]
@@ -280,14 +283,14 @@ class CheckpointPublished(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class SaveProblem(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Event: a checkpoint, or the output, could not be written so far."""
+    """Event: a checkpoint or the output could not be written; it is retried."""
 
     job_id: JobId
     failed: SaveFailed
 
 
 class JobRestored(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Event: the workers go on from a checkpoint."""
+    """Event: the workers have loaded a checkpoint and continue from it."""
 
     job_id: JobId
     restored: Restored
@@ -298,7 +301,7 @@ class JobRestored(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class JobCaughtUp(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Event: the steps that were lost by going back to a checkpoint are committed again."""
+    """Event: the steps undone by the return to a checkpoint are committed again."""
 
     job_id: JobId
     #: Step that training has reached.
@@ -306,23 +309,22 @@ class JobCaughtUp(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class RateChanged(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Event: a worker computes more slowly than the others, or does so no more."""
+    """Event: a worker's relative speed has changed."""
 
     job_id: JobId
     worker: WorkerId
     incarnation: Incarnation
-    #: Relative speed: 0.5 is half as fast as the others; 1 is as fast, or another process.
+    #: Relative speed: 0.5 is half as fast as the others; 1 is as fast, or a new process.
     rate: float
-    #: Seconds that it has computed per step, and would have at the others' pace.
+    #: Its compute seconds per step, and those at the others' pace.
     step_s: float = 0.0
     usual_s: float = 0.0
-    #: Steps that have told the rate, and their time. 0: another process, or it was measured
-    #: `alone`.
+    #: Steps that the rate is from, and their time. 0: a new process, or measured `alone`.
     steps: int = 0
     seconds: float = 0.0
-    #: True: the worker stands by, and the step is another worker's.
+    #: True if the worker stands by: the compared step is another worker's.
     alone: bool = False
-    #: Cause that holds its GPU back, by NVML; empty: none was seen.
+    #: Cause by NVML that slows its GPU; empty: none was seen.
     hindrance: str = ""
 
     @property
@@ -341,8 +343,8 @@ class RateChanged(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class RecordsDiffer(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Event: two nodes have told different things of one step. All workers make one record of it,
-    so one of the nodes is broken, or lies."""
+    """Event: two nodes reported different results of one step. All workers compute the same record,
+    so one of the nodes is broken or lying."""
 
     job_id: JobId
     #: Kind of the record.
@@ -369,14 +371,15 @@ class RecordsLost(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 class JobSucceeded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     job_id: JobId
-    #: Statistics of a generation that came after the last step and has only saved the result.
+    #: Statistics of a generation that only saved the result, after the last step.
     transition: ReconfigurationStats | None = None
 
 
 class JobFailed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     job_id: JobId
     reason: str
-    #: Node that lacks something, and so alone made the job fail, by the word of a worker there.
+    #: Only node at fault, if the job failed because something is missing there, as one of its
+    #: workers reported.
     node: NodeName | None = None
     transition: ReconfigurationStats | None = None
     #: As in PlanMade.
@@ -392,7 +395,7 @@ JobEnded = JobSucceeded | JobFailed | JobCancelled
 
 
 class JobForgotten(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Event: the job ended long ago, and its files alone tell of it from now on."""
+    """Event: an ended job is dropped from the state; its files stay."""
 
     job_id: JobId
 

@@ -13,34 +13,34 @@ from oobleck.proto.types import NodeFacts
 
 
 class NodeRegistered(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Event: an agent that was not known, or was lost, has started and is part of the cluster."""
+    """Event: a new agent, or one whose node was lost, joins the cluster."""
 
     facts: NodeFacts
-    #: True: the node has earlier workers that no plan counts on. They must go before it gets work.
+    #: True if the node has earlier workers that are in no plan; they must end before it gets work.
     stale_workers: bool = False
 
 
 class NodeYielded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Node whose workers were ended for another job, which has the turn meanwhile. It is no event
-    of its own: it is the effect of `JobPutBack` on the job."""
+    """Node whose workers were ended for another job, which is active now. Not an event: it is a
+    loss to a job by `JobPutBack`."""
 
     job_id: JobId
     node: NodeName
 
 
 class NodeHeld(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Event: the node trains a job that this master does not know, or has in its queue. Nothing is
-    asked of it until that is over, the job gets its turn, or an operator decides."""
+    """Event: the node trains a job that this master does not know, or has in its queue. It is left
+    alone until its workers end, the job becomes active, or an operator decides."""
 
     node: NodeName
     job_id: JobId
-    #: True: by the journal, the job waits in the queue. False: it has no job of that id, or another
-    #: one.
+    #: True if the job is in the queue by the journal; False if the journal has no such job, or
+    #: another one by that id.
     queued: bool = False
 
 
 class NodeCleared(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Event: the agent has no workers any more that were stale, or of an unknown job."""
+    """Event: the node's workers that were stale, or of an unknown job, have ended."""
 
     node: NodeName
 
@@ -55,36 +55,36 @@ class UnknownJobEnded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class NodeLost(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     node: NodeName
     incarnation: Incarnation
-    #: left: its agent ends, by its own word. restarted: so are its workers, or they train a job
-    #: that is not known here.
+    #: left: its agent announced its end. restarted: so are its workers, or they train a job that is
+    #: not known here.
     cause: Literal["witnesses", "lease", "restarted", "left"]
     reason: str
     #: Time from the first evidence to this declaration.
     detect_s: float
     #: As in PlanMade.
     evidence: tuple[Evidence, ...] = ()
-    #: True: the master was away too, and has not heard of the node since; nor was its agent alone
-    #: started anew.
+    #: True if the master was away too and has not heard from the node since, rather than that only
+    #: the agent was restarted.
     with_master: bool = False
 
 
 class WorkerLost(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Event: a worker process that the plan counts on is gone, and its node lives."""
+    """Event: a worker process of the plan has ended, on a live node."""
 
     job_id: JobId
     worker: WorkerId
     incarnation: Incarnation
     reason: str
     detect_s: float
-    #: Word of its agent; None: the agent did not see it end.
+    #: Its agent's observation; None: the agent did not see it end.
     evidence: Evidence | None = None
     #: Reason in its own words; empty: none.
     words: str = ""
-    #: True: it had reported that it lost a peer before it ended.
+    #: True if it had reported a lost peer before it ended.
     lost_peer: bool = False
-    #: True: it made no progress, and its agent has killed it.
+    #: True if its agent killed it for lack of progress.
     hung: bool = False
-    #: True: it has not ended. It takes the place of a lost one, and is not up yet.
+    #: True if it is a replacement that has not started in time, rather than ended.
     late: bool = False
 
 
@@ -97,35 +97,36 @@ class NodeLeftOut(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class NodeReset(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Event: workers of the node do not come to a rendezvous of the others. All its workers are
-    ended, and it gets new ones."""
+    """Event: workers of the node did not join a rendezvous of the others. All its workers are ended
+    and started anew."""
 
     job_id: JobId
     node: NodeName
     reason: str
-    #: True: there is no way between the node and others.
+    #: True if the data network between the node and others is cut.
     cut_off: bool = False
-    #: True: its workers end only once the others have committed a step. Until then they may be
-    #: asked for their layers.
+    #: True if its workers live until the others have committed a step, since their layers may still
+    #: be needed.
     keeps_workers: bool = False
-    #: Time from the first evidence to this event, where no other event tells it.
+    #: Seconds from the first evidence to this event, where no other event has them.
     detect_s: float = 0.0
 
 
 class NodeDrainRequested(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Request to move the work off the node, and to give it no more until it is undrained."""
+    """Event: a drain is requested: work moves off the node, and it gets none until it is
+    undrained."""
 
     node: NodeName
-    #: Id of the operator's request. Empty: the agent's own wish, because it was told to end, or a
-    #: GPU is sick.
+    #: Id of the operator's request. Empty: the agent asked for it, since it was ordered to end, or
+    #: a GPU is sick.
     request_id: str
     reason: str
-    #: True: the node is drained even where a job cannot go on without it.
+    #: True if the node is drained even where a job cannot continue without it.
     force: bool
 
 
 class NodeKept(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Event: the node is to be drained, and the job cannot go on without it for now."""
+    """Event: the node's drain waits, since the job cannot continue without it for now."""
 
     node: NodeName
     job_id: JobId
@@ -135,21 +136,21 @@ class NodeKept(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class NodeDrained(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Event: the node has no work any more, nor anything that others need."""
+    """Event: the node's drain is done: no other needs it."""
 
     node: NodeName
-    #: Job that must do without it from one moment to the next; None: none.
+    #: Job that loses the node abruptly, by a forced drain; None: none.
     job_id: JobId | None = None
     reason: str = ""
 
 
 class NodeQuarantined(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Event: the node fails again and again; it is drained, and comes back by itself."""
+    """Event: the node fails repeatedly; it is drained for a time."""
 
     node: NodeName
     reason: str
     seconds: float
-    #: True: the node starts no workers, and comes back as soon as it does.
+    #: True if the node cannot start workers, and the quarantine ends once it can.
     until_ready: bool = False
 
 
@@ -161,17 +162,16 @@ class NodeReleased(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class NodeUndrained(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Event: an operator undrained the node, which clears all that was held against it."""
+    """Event: an operator undrained the node, which clears its failures."""
 
     node: NodeName
     request_id: str
-    #: Faults of its GPUs that are not to be held against it.
+    #: Faults of its GPUs that are ignored from now on.
     excused: tuple[str, ...] = ()
 
 
 class NodeForgotten(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Event: the node was lost long ago, or an operator wants it so, and nothing that is known of
-    it counts any more."""
+    """Event: all knowledge of a lost node is dropped, after a long time or by an operator."""
 
     node: NodeName
     #: Id of the operator's request; empty: it was lost long ago.

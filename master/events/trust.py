@@ -1,7 +1,5 @@
-"""Journaled events of trust: tokens and certificates that are given out and revoked.
-
-They have nothing secret in them.
-"""
+"""Journaled events of trust: tokens and certificates that are issued and revoked. They hold no
+secrets."""
 
 import msgspec
 
@@ -16,7 +14,7 @@ class TokenCreated(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     name: str
     #: Unix time.
     expires_at: float
-    #: The operator who asked for it, with whom it ends.
+    #: Operator who requested it; revoking the operator voids it.
     maker: tuple[Role, str]
 
 
@@ -25,21 +23,21 @@ class TokenRevoked(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class CredentialIssued(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Certificate that was given out, for a token or in place of one that ends."""
+    """Event: a certificate was issued, for a token or as a renewal."""
 
     role: Role
     name: str
     #: Unix time.
     expires_at: float
-    #: Fingerprint of the token that it was given for, which is used up by that, and SHA-256 of the
-    #: key that may ask again. Empty: it replaces another certificate.
+    #: Fingerprint of the token that it was issued for, now used up, and SHA-256 of the joining key,
+    #: which may repeat the request. Empty: a renewal.
     token: str = ""
     key: str = ""
 
 
 class CredentialsRevoked(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Event: no certificate given to this holder before is good any more. Nor is a token that it
-    made, or could join by; those that others have joined by stay."""
+    """Event: all certificates issued to this holder are void, and so are unused tokens that it made
+    or may join by."""
 
     role: Role
     name: str

@@ -1,10 +1,9 @@
-"""Everything that can happen to the cluster, as the master sees it, in two kinds.
+"""Unions of the two kinds of events: journaled and observed.
 
-*Journaled* events (`Journaled`) are durable facts: what operators asked for, who the nodes are, and
-every decision of the master. They are on disk before anyone acts on them, and the durable part of
-the state follows from them alone; the tag of one is its class's name. *Observed* events
-(`Observed`) are reports of agents and of the clock; a restarted master forgets them and hears them
-again.
+*Journaled* events (`Journaled`) are durable facts: operators' requests, members of the cluster, and
+every decision of the master. They are on disk before their effects are visible, and the durable
+part of the state follows from them alone. An event's tag is its class's name. *Observed* events
+(`Observed`) are reports of agents and of the clock; a restarted master gets them again.
 
 The shell stamps each event with the time of its arrival. Owns the two unions, the observed events,
 and the journaled ones of the master itself.
@@ -22,7 +21,7 @@ from oobleck.proto.types import Assignment, Happening, Head, NodeStatus
 
 
 class StreamOpened(msgspec.Struct, frozen=True, kw_only=True):
-    """Newest session of an agent; a session number is never used twice."""
+    """Event: an agent has opened a session; session numbers are never reused."""
 
     node: NodeName
     session: int
@@ -37,7 +36,7 @@ class AgentRefused(msgspec.Struct, frozen=True, kw_only=True):
 
     node: NodeName
     incarnation: Incarnation
-    #: Head that the agent follows in place of this one; None: that is not why.
+    #: Head that the agent follows in place of this one; None: it was refused for another reason.
     follows: Head | None = None
 
 
@@ -61,15 +60,15 @@ class WorkerReported(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ProfilesFound(msgspec.Struct, frozen=True, kw_only=True):
-    """Profiles in the store, by key, and the reasons why others cannot be read."""
+    """Event: the stored profiles were read: by key, and the reasons why some cannot be read."""
 
     profiles: dict[str, Profile]
     unusable: dict[str, str] = {}
 
 
 class RecordsReceived(msgspec.Struct, frozen=True, kw_only=True):
-    """New lines of metrics.jsonl, in step order, now on disk, and confirmed records of later steps,
-    whose lines wait for earlier ones."""
+    """Event: new step records, on disk in metrics.jsonl in step order; and confirmed records
+    `ahead` of them, which wait for earlier ones."""
 
     job_id: JobId
     records: tuple[StepRecord, ...]
@@ -77,29 +76,30 @@ class RecordsReceived(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RecordsWait(msgspec.Struct, frozen=True, kw_only=True):
-    """Change of whether step records wait for records of earlier steps. After some time they are
-    written without those."""
+    """Event: step records begin, or cease, to wait for records of earlier steps. After some time
+    they are written without those."""
 
     job_id: JobId
     waiting: bool
 
 
 class RestoreReceived(msgspec.Struct, frozen=True, kw_only=True):
-    """Report, confirmed, that all workers of a generation restored a checkpoint."""
+    """Event: a confirmed report that all workers of a generation have loaded a checkpoint."""
 
     job_id: JobId
     restored: Restored
 
 
 class EvaluationReceived(msgspec.Struct, frozen=True, kw_only=True):
-    """A new line of evaluations.jsonl, now on disk."""
+    """Event: an evaluation is on disk, as a line of evaluations.jsonl."""
 
     job_id: JobId
     record: EvaluationRecord
 
 
 class NodesIdle(msgspec.Struct, frozen=True, kw_only=True):
-    """Reason why nodes that are ready for the job have no part in its plan; empty: they will."""
+    """Event: the reason has changed why nodes that are ready for the job are not in its plan;
+    empty: none, or they will be."""
 
     job_id: JobId
     why: str
@@ -109,7 +109,7 @@ class Tick(msgspec.Struct, frozen=True, kw_only=True):
     """Event: time has passed. `late_s` is how much later than planned the master looks."""
 
     late_s: float
-    #: True: agents may have given up their streams because the master was late.
+    #: True if the master was late enough that agents may have ended their streams.
     cut: bool
 
 
@@ -137,9 +137,10 @@ class MasterStarted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class JournalCut(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Event: the journal ended in a part of an event, or lacked events that had been acted on."""
+    """Event: the journal ended in an incomplete event, or lacked events whose effects are
+    visible."""
 
-    #: Count of the bytes cut off, and the name of the file that has them.
+    #: Number of bytes cut off, and the file that keeps them.
     bytes: int
     kept_as: str
     #: Number of lines in events.jsonl of each job that has more than the journal gives.

@@ -114,8 +114,8 @@ _OF_A_JOB = (
 
 def read(state: ClusterState, tally: Tally, now: float, unix: float) -> Iterator[Reading]:
     jobs = list(state.jobs.values())
-    found = [job.state for job in jobs]
-    yield Reading(JOBS, {(one,): found.count(one) for one in get_args(JobState)})
+    states = [job.state for job in jobs]
+    yield Reading(JOBS, {(one,): states.count(one) for one in get_args(JobState)})
     yield single(SUBMITTED, state.submissions)
     yield Reading(INFO, {(job.id, job.spec.name): 1 for job in jobs})
     yield Reading(STATE, {(job.id, job.state): 1 for job in jobs})
@@ -202,7 +202,7 @@ def _counted(counted: JobTally) -> Mapping[Family, float]:
 
 def _goodput(job: Job, counted: JobTally, unix: float) -> float | None:
     """Return the part of the time since the first counted step that was spent training; None: no
-    step was counted. Calendars of hosts differ, so the quotient is cut at 1."""
+    step was counted. At most 1, even where hosts' clocks differ."""
     if counted.since is None:
         return None
     span_s = (job.finished_at or unix) - counted.since

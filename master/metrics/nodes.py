@@ -57,7 +57,8 @@ def read(state: ClusterState, tally: Tally, now: float, unix: float) -> Iterator
     job = state.job
     busy = frozenset(job.current.members) if job is not None else frozenset()
     free = sum(
-        found == "live" and name not in busy for name, found in zip(names, states, strict=True)
+        state_of == "live" and name not in busy
+        for name, state_of in zip(names, states, strict=True)
     )
     yield Reading(NODES, {(one,): counts[one] for one in _STATES})
     yield single(FREE, free)

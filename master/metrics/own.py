@@ -144,10 +144,11 @@ def _storage(master: Master, journal: Journal, tally: Tally) -> Iterator[Reading
 
 
 def _disk(directory: Path) -> Iterator[Reading]:
-    """Yield free and total bytes of the disk, if it can be read; else the master has a problem."""
+    """Yield free and total bytes of the disk; nothing if it cannot be read, which the master
+    reports as a problem."""
     try:
-        found = os.statvfs(directory)
+        disk = os.statvfs(directory)
     except OSError:
         return
-    yield single(DISK_FREE, found.f_bavail * found.f_frsize)
-    yield single(DISK_SIZE, found.f_blocks * found.f_frsize)
+    yield single(DISK_FREE, disk.f_bavail * disk.f_frsize)
+    yield single(DISK_SIZE, disk.f_blocks * disk.f_frsize)

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 class JobTally:
     """Counts of one job."""
 
-    #: Steps with records, each once, their tokens, and the seconds that they took.
+    #: Steps with records (each counted once), their tokens, and their seconds.
     steps: int = 0
     tokens: int = 0
     training_s: float = 0.0

@@ -46,7 +46,7 @@ from oobleck.planner.search.firstplan import node_specification, on_usable_gpus
 
 def predicted_bytes(job: Job, nodes: Sequence[Node]) -> Mapping[WorkerId, int]:
     """Return each worker's predicted peak memory under the job's plan, by the plan's profile. Empty
-    if there is no plan, or none of its `nodes` is there."""
+    if there is no plan, or `nodes` has none of its nodes."""
     if job.current.made is None or not nodes:
         return {}
     profile = profile_on(job.spec, Machines.of(job, nodes))
@@ -152,8 +152,8 @@ def next_plan(
     """Ask for the plans that may replace `job`'s newest one on `live`, and return the best by the
     outlook. Raises StillPlanning, PlanInfeasible.
 
-    Where planning fails by an internal error, plain templates answer a change that must be made.
-    Raises PlanningFailed where they fail too, or where no change has to be made.
+    If planning fails by an internal error, plain templates are planned for a forced change. Raises
+    PlanningFailed if they fail too, or if the change is voluntary.
     """
     made = job.current.made
     if made is None:
@@ -222,8 +222,8 @@ def _candidates(planner: Planner, request: NextPlanRequest) -> Candidates:
 
 
 def _plans(job: Job, made: PlanMade) -> tuple[Plan, Plan]:
-    """Return the plan to change, and the plan of templates behind it. A plan that no worker has
-    entered is skipped, since it does not say what workers hold. If the newest plan's newcomer is
+    """Return the plan to change, and its base (`CurrentPlan.base`). A plan that no worker has
+    entered is skipped, since workers do not hold its layers yet. If the newest plan's newcomer is
     left out, its change is undone."""
     current = job.current
     undone = any(isinstance(loss, NodeLeftOut) for loss in current.losses)

@@ -24,12 +24,13 @@ from oobleck.master.planning.requests import Broken, PlanReply, PlanRequest, Sti
 
 log = logging.getLogger(__name__)
 
-#: Ends of processes over one request after which it is not sent again.
+#: Number of processes that may end over one request before it is given up.
 _MOST_ENDS = 3
 _RESTART_S = 0.5
-#: The largest first plan takes a slow machine a minute; a process that takes this long hangs.
+#: Seconds after which a process counts as hung; the largest first plan takes a slow machine a
+#: minute.
 _LONGEST_S = 600.0
-#: No plan is made ahead if the last one took longer: an awaited plan also waits for the one under
+#: No plan is made ahead after one that took longer, since an awaited plan waits for the one under
 #: way.
 _LONGEST_AHEAD_S = 1.0
 #: Multiple of that limit from which on a plan made ahead counts as hung.
@@ -55,20 +56,22 @@ class PlanningProcess:
         self.failures = 0
         self._replies = Replies()
         self._wanted: PlanRequest | None = None
-        #: Requests that may come next, and those of them still to be planned.
+        #: Requests that may come next, and those of them that are not planned yet.
         self._foreseen: tuple[PlanRequest, ...] = ()
         self._ahead: deque[PlanRequest] = deque()
-        #: Request under way, whether it was made ahead, and how often a process ended over it.
+        #: Request under way, whether it is planned ahead, and the number of processes that ended
+        #: over it.
         self._at_work: PlanRequest | None = None
         self._unasked = False
         self._ends = 0
         self._sent_at = 0.0
         self._writer: asyncio.StreamWriter | None = None
-        #: Handle to kill it by: asyncio may reap it too, and then its exit code is lost.
+        #: Descriptor of the process, to kill exactly it: asyncio may reap it first, and its pid be
+        #: reused.
         self._handle: int | None = None
         #: Ends a process that is busy for too long.
         self._limit: asyncio.TimerHandle | None = None
-        self._tell: Callable[[], None] = lambda: None
+        self._notify: Callable[[], None] = lambda: None
         self._needed = asyncio.Event()
 
     @property
@@ -84,9 +87,9 @@ class PlanningProcess:
         """Return the reply to `request`. Raises StillPlanning."""
         return self._replies.reply(request)
 
-    def listen(self, tell: Callable[[], None]) -> None:
-        """Call `tell` with each new reply."""
-        self._tell = tell
+    def listen(self, notify: Callable[[], None]) -> None:
+        """Call `notify` after each new reply."""
+        self._notify = notify
 
     def want(self, request: PlanRequest | None) -> None:
         """Set the request that the newest decision waits for; None: it waits for no plan. The plan
@@ -154,7 +157,7 @@ class PlanningProcess:
         (self.took_ahead if unasked else self.took).add(self._took_s)
         self._send()
         if not unasked:
-            self._tell()
+            self._notify()
 
     # ---- the process
 
@@ -187,7 +190,7 @@ class PlanningProcess:
                     stdin=theirs.fileno(),
                     start_new_session=True,
                 )
-            with suppress(ProcessLookupError):  # it ended already and was reaped
+            with suppress(ProcessLookupError):  # it has ended, and was reaped
                 self._handle = os.pidfd_open(process.pid)
             self._writer = writer
             if self._at_work is not None and self._at_work == self._wanted:

@@ -1,9 +1,9 @@
 """Requests for plans and their replies: plain data that can go to another process and back.
 
 A first plan of a large cluster takes seconds, which the loop that serves a thousand nodes cannot
-spare. So rules ask a `Planner`, which either has the reply or gets the request after the decision.
-The loop continues, and the rules ask again when the reply is there. By then the request may have
-changed.
+spare. So rules ask a `Planner`. If it lacks the reply, they decide to wait, and the loop sends the
+request and continues. When the reply arrives the rules run again; by then they may ask for another
+plan.
 
 Owns the requests, and the quick answers that follow from the machines alone. Must not know how a
 plan is made, nor where.
@@ -164,17 +164,17 @@ class NumberedCourse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NextPlanReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Reply to `NextPlanRequest`: what to choose from, which depends on no moment. Each plan is in
-    it once, since large ones take long to read."""
+    """Reply to `NextPlanRequest`: candidates, from which the client chooses by the current outlook.
+    Each plan is in it once, since large plans take long to decode."""
 
     answers: tuple[Answer, ...]
     courses: tuple[NumberedCourse, ...]
-    #: Candidates without courses.
+    #: Candidates, with their courses left out.
     rest: Candidates
 
     @classmethod
-    def of(cls, found: Candidates) -> "NextPlanReply":
-        both = [each for course in found.courses for each in (course.first, course.behind)]
+    def of(cls, candidates: Candidates) -> "NextPlanReply":
+        both = [each for course in candidates.courses for each in (course.first, course.behind)]
         answers = {id(each): each for each in both if each is not None}
         number = {key: place for place, key in enumerate(answers)}
         return cls(
@@ -186,9 +186,9 @@ class NextPlanReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
                     guarantee=course.guarantee,
                     exposure=course.exposure,
                 )
-                for course in found.courses
+                for course in candidates.courses
             ),
-            rest=replace(found, courses=()),
+            rest=replace(candidates, courses=()),
         )
 
     @property
@@ -232,7 +232,7 @@ PlanReply = FirstPlanReply | NextPlanReply | Infeasible | Broken
 
 
 class StillPlanning(Exception):
-    """Notice that the reply is not there yet."""
+    """Notice that the reply is not available yet."""
 
     def __init__(self, request: PlanRequest) -> None:
         super().__init__(f"a plan for {len(request.nodes)} nodes is being made")
@@ -255,5 +255,5 @@ class Planner(Protocol):
         """Set the requests that may come next, to work on while no decision waits. Earlier ones
         that are not among them are dropped."""
 
-    def listen(self, tell: Callable[[], None]) -> None:
-        """Call `tell` with each new reply."""
+    def listen(self, notify: Callable[[], None]) -> None:
+        """Call `notify` after each new reply."""

@@ -1,4 +1,4 @@
-"""Construction and proof of the requested plans, with templates at hand.
+"""Construction and proof of the requested plans, from cached templates.
 
 Every plan is proven before it is returned, as for `oobleck plan`: its programs cannot deadlock.
 Pure, and cached: the results of one request serve the next ones. A first plan of a thousand nodes
@@ -63,7 +63,7 @@ class AtOnce:
     def foresee(self, requests: tuple[PlanRequest, ...]) -> None:
         """Do nothing: plans are not made ahead."""
 
-    def listen(self, tell: Callable[[], None]) -> None:
+    def listen(self, notify: Callable[[], None]) -> None:
         """Do nothing: each reply is there at once."""
 
 
@@ -131,13 +131,13 @@ def forget() -> None:
 
 
 def rehearse(request: PlanRequest, reply: PlanReply) -> Iterator[None]:
-    """Plan for the loss of one node of each pipeline size, one at a time, after a first plan. This
-    prepares the judge for the plans wanted when a node is lost."""
+    """After a first plan, plan for the loss of one node of each pipeline size. This fills the
+    judge's caches for the plans after a real loss."""
     if not isinstance(request, FirstPlanRequest) or not isinstance(reply, FirstPlanReply):
         return
     plan = reply.plan
     for pipeline in {len(pipeline.nodes): pipeline for pipeline in plan.pipelines}.values():
-        # A request for such a plan gets the error.
+        # A real request for such a plan raises the error again.
         with suppress(PlanInfeasible, ProgramDeadlock):
             _next_plan(
                 NextPlanRequest(
@@ -145,7 +145,7 @@ def rehearse(request: PlanRequest, reply: PlanReply) -> Iterator[None]:
                     machines=request.machines,
                     plan=plan,
                     base=None,
-                    wanted=MOVING,  # which alone asks the judge
+                    wanted=MOVING,  # the only policy that uses the judge
                     nodes=tuple(node for node in plan.nodes if node != pipeline.nodes[0]),
                     most_nodes=len(request.nodes),
                     generation=Generation(plan.generation + 1),

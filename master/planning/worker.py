@@ -19,7 +19,7 @@ from oobleck.master.planning.solve import rehearse, work_out
 
 log = logging.getLogger(__name__)
 
-#: A master without a request in this time will have none for a while.
+#: Seconds without a request after which the master is taken to be idle.
 _IDLE_S = 1.0
 
 

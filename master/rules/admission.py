@@ -58,7 +58,7 @@ def admit(
     job = state.job
     counted = state.lacks(registration.running)
     if job is not None and (same or known is None):
-        # The node was given up, and no step has been committed without it since: its workers count.
+        # No step was committed since the node was declared lost: its workers still count.
         counted |= facts.node in job.current.lost_nodes or _holds_state(job, registration)
     stale_workers = bool(registration.status.workers) and not counted
     registered = NodeRegistered(facts=facts, stale_workers=stale_workers)
@@ -92,7 +92,7 @@ def next_term(
     if acted_on is None or own is None or history.term is None or acted_on.history != own.history:
         return None
     if acted_on.start == own.start:
-        return None  # the agent has heard this very process, which knows as much
+        return None  # the agent's newest events are from this process
     lacking = history.lacks(acted_on, own.sequence)
     if state.began_term:
         goes_on = acted_on.outranks(own)
@@ -119,9 +119,8 @@ def _other_head(state: ClusterState, acted_on: Head | None) -> Head | None:
 
 
 def _other_job(state: ClusterState, registration: Registration) -> NodeHeld | None:
-    """Return the job that holds the node; None: no job, or this master had begun it. A job holds
-    its workers' node if it began after the journal was written. It does too if this master does not
-    know it and need not have known it."""
+    """Return the hold if the node trains a job that the journal may have lost, or of which it may
+    have lost the start; None: the node may serve this master."""
     node, job_id = registration.facts.node, registration.status.job_id
     acted_on = registration.acted_on
     if job_id is None or not registration.status.workers or acted_on is None or state.head is None:
@@ -138,7 +137,7 @@ def _other_job(state: ClusterState, registration: Registration) -> NodeHeld | No
 
 
 def _hold(known: Node | None, registration: Registration, held: NodeHeld) -> tuple[Journaled, ...]:
-    """Leave the node to its job."""
+    """Hold the node for its job."""
     facts = registration.facts
     registered = NodeRegistered(facts=facts)
     if known is None or not known.registered:
@@ -146,7 +145,7 @@ def _hold(known: Node | None, registration: Registration, held: NodeHeld) -> tup
     if known.facts.incarnation == facts.incarnation and known.held is not None:
         same = (known.held.job_id, known.held.queued) == (held.job_id, held.queued)
         return () if same else (held,)
-    # Nothing that this master expected on the node is there.
+    # The node has none of the workers that this master expects there.
     elsewhere = NodeLost(
         node=facts.node,
         incarnation=known.facts.incarnation,
@@ -170,9 +169,9 @@ def _holds_state(job: Job, registration: Registration) -> bool:
 
 
 def _both_live(known: Node, newer: Incarnation, timing: Detection) -> bool:
-    """Return whether the known agent was heard after the newer one registered. A restarted agent
-    may register before the end of the old one is seen, since the network or this master was away.
-    Messages that the old one sent before its end may arrive some time later."""
+    """Return whether the known agent was heard from well after the newer one registered, so that
+    both live. A restarted agent may register before the end of the old one is noticed, and messages
+    of the old one may arrive some time later."""
     rival = known.seen.rival
     since = rival[1] if rival is not None and rival[0] == newer else None
     return since is not None and known.seen.last_heard > since + 2 * timing.heartbeat_s
@@ -194,7 +193,7 @@ def _name_in_use(
         and state.job is not None
         and state.job.current.has_member(name)
     ):
-        # This master has just started, and the agent with the job's workers may still return.
+        # This master has just started, so the agent that has the job's workers may still return.
         wait_s = reconnect_s(state, known, now, timing)
         return Refusal(
             reason=f"node name {name} belongs to another agent (pid {old.pid}, host "

@@ -1,22 +1,21 @@
 """Rules about jobs that nodes train though the journal has lost their start or their plan.
 
-Agents name the plan that their workers run with every registration. A master may have found a job
-in its journal, and have made no plan of it since. Then it takes over a newer plan that agents name,
-so that no worker has to stop. A job that waits in the journal's queue and that nodes train becomes
-the active job. One agent may be broken or hostile, so its report alone is not enough:
+At every registration agents name the plan that their workers run. If a master has found the job in
+its journal and has made no plan for it since, it takes over a newer plan that agents name, so that
+no worker has to stop. A job that waits in the journal's queue and that nodes train becomes the
+active job. One agent may be broken or hostile, so its report alone is not enough:
 
 1. The plan must be one that a master could have made. It has every layer, each worker once, the
    whole batch, and a generation that leaves room for later ones.
 2. An agent speaks for a plan that its own node is in. It must name the whole plan as others do.
 3. A plan is adopted when all its nodes speak for it. They must be more than half of all nodes in it
    or in the newest plan of the journal.
-4. Nodes have the same time to return as after any restart of the master. When all are
-   back, or that time is over, lost nodes do not count in that half. A node that has returned
-   counts, even if its stream is cut since. Most of them may speak for newer plans, without all
-   nodes of any.
-   Then the plan that most speak for says what workers hold (`PlanFound`). The master makes a new
-   plan with the nodes that are there, as after a loss.
-5. Nothing else counts, and the job continues by the journal.
+4. Nodes have the same time to return as after any restart of the master. When all are back, or that
+   time is over, lost nodes do not count in that half. A node that has returned counts, even if its
+   stream is cut since. Most of them may speak for newer plans, without all nodes of any. Then the
+   plan that most speak for says what workers hold (`PlanFound`). The master makes a new plan with
+   the nodes that are there, as after a loss.
+5. Otherwise the job continues by the journal.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -61,7 +60,7 @@ def check_adoptable(state: ClusterState, job_id: JobId) -> Assign:
             f"job {state.active} has the turn, and one job trains at a time: cancel that first, or "
             "wait for its end"
         )
-    return _told_by_all(held)
+    return _reported_by_all(held)
 
 
 def is_queued(held: Sequence[Node]) -> bool:
@@ -69,30 +68,32 @@ def is_queued(held: Sequence[Node]) -> bool:
     return any(node.held is not None and node.held.queued for node in held)
 
 
-def _told_by_all(held: Sequence[Node]) -> Assign:
+def _reported_by_all(held: Sequence[Node]) -> Assign:
     """Return the newest plan that the held nodes report. Raises NotAdopted unless all its nodes
     report it, and no other node another plan."""
     if not any(node.connected for node in held):
         names = _names(node.facts.node for node in held)
         are = "are" if len(held) > 1 else "is"
         raise NotAdopted(f"{names} {are} not connected; ask again in some seconds")
-    told: dict[Assign, set[NodeName]] = {}
+    reporters: dict[Assign, set[NodeName]] = {}
     for node in held:
         running = node.seen.running
         if node.connected and running is not None and running.assign is not None:
-            told.setdefault(running.assign, set()).add(node.facts.node)
-    if not told:
+            reporters.setdefault(running.assign, set()).add(node.facts.node)
+    if not reporters:
         raise NotAdopted("none of its nodes has a plan of it: it has not begun to train")
-    newest = max(told, key=lambda assign: assign.plan.generation)
+    newest = max(reporters, key=lambda assign: assign.plan.generation)
     nodes, generation = nodes_of(newest), newest.plan.generation
     if generation > MOST_GENERATION:
-        raise NotAdopted(f"{_names(told[newest])} tell generation {generation}, which there is not")
-    if others := set().union(*(of for assign, of in told.items() if assign != newest)):
         raise NotAdopted(
-            f"{_names(told[newest])} tell generation {generation}, and {_names(others)} another "
-            "plan; ask again in some seconds, or cancel it with --unknown"
+            f"{_names(reporters[newest])} report generation {generation}, above any possible one"
         )
-    if missing := nodes - told[newest]:
+    if others := set().union(*(of for assign, of in reporters.items() if assign != newest)):
+        raise NotAdopted(
+            f"{_names(reporters[newest])} report generation {generation}, and {_names(others)} "
+            "another plan; ask again in some seconds, or cancel it with --unknown"
+        )
+    if missing := nodes - reporters[newest]:
         raise NotAdopted(
             f"its plan (generation {generation}) also has {_names(missing)}, not heard of here: "
             "ask again when the agents that had its workers are connected; if they have ended, "
@@ -102,14 +103,14 @@ def _told_by_all(held: Sequence[Node]) -> Assign:
 
 
 def ways_on(state: ClusterState, job_id: JobId) -> str:
-    """Describe the future of a job that nodes train and this master does not know, or has in its
-    queue. Include an operator's choices."""
+    """Describe what happens next to a job that nodes train and this master does not know, or has in
+    its queue, and the operator's choices."""
     if is_queued(state.held[job_id]):
         return (
             "it has its turn as soon as its nodes are most of the cluster's and no node trains the "
             f"job that has the turn now; or end it with 'oobleck cancel {job_id}'"
         )
-    # A job with the name of another one is not adopted.
+    # A job with the id of another one is not adopted.
     adopt = "" if job_id in state.jobs else f"or take it over with 'oobleck adopt {job_id}', "
     return (
         f"start the master on the --state-dir that has the job, {adopt}or end it with 'oobleck "
@@ -129,18 +130,22 @@ def adopt(context: Context, job: Job) -> Decision | None:
     if not speakers:
         return None
     newest = _newest(speakers)
-    told, nodes = speakers[newest], nodes_of(newest)
+    assignments, nodes = speakers[newest], nodes_of(newest)
     due = job.seen.since + context.timing.return_s
     what = f"the workers run generation {newest.plan.generation}, which the journal does not have"
     everyone = {*job.current.members, *(name for of in speakers for name in nodes_of(of))}
     away = {name for name in everyone if name not in state.nodes or not state.nodes[name].connected}
-    there = {name for name in everyone & state.nodes.keys() if state.nodes[name].registered}
+    registered = {name for name in everyone & state.nodes.keys() if state.nodes[name].registered}
     early = context.now < due
-    waits = bool(away) and (early or any(state.nodes[name].seen.awaited for name in away & there))
+    waits = bool(away) and (
+        early or any(state.nodes[name].seen.awaited for name in away & registered)
+    )
     if not waits:
-        everyone = there
-    if told.keys() == nodes and 2 * len(nodes) > len({*job.current.members, *nodes} & everyone):
-        event = _adopted(context, job, newest, told, what)
+        everyone = registered
+    if assignments.keys() == nodes and 2 * len(nodes) > len(
+        {*job.current.members, *nodes} & everyone
+    ):
+        event = _adopted(context, job, newest, assignments, what)
         if event is not None:
             return Decision(actions=(event,), reason=what)
     if waits:
@@ -151,7 +156,7 @@ def adopt(context: Context, job: Job) -> Decision | None:
     return None
 
 
-def newest_told(state: ClusterState, job: Job) -> tuple[set[NodeName], set[NodeName]]:
+def newest_reported(state: ClusterState, job: Job) -> tuple[set[NodeName], set[NodeName]]:
     """Return the nodes that report the newest plan of the job, and all nodes of that plan."""
     if not (speakers := _speakers(state, job)):
         return set(), set()
@@ -166,16 +171,16 @@ def _newest(speakers: Mapping[Assign, Collection[NodeName]]) -> Assign:
 
 def _speakers(state: ClusterState, job: Job) -> dict[Assign, dict[NodeName, Assignment]]:
     """Return the plans that a master could have made, and the nodes that speak for each."""
-    told: dict[Assign, dict[NodeName, Assignment]] = {}
+    reported: dict[Assign, dict[NodeName, Assignment]] = {}
     for name, node in sorted(state.nodes.items()):
         running = node.seen.running
         if running is None or running.assign is None or not node.connected:
             continue
         if running.job_id == job.id and state.lacks(running):
-            told.setdefault(running.assign, {})[name] = running
+            reported.setdefault(running.assign, {})[name] = running
     speakers = {
         assign: {name: of[name] for name in sorted(of.keys() & nodes_of(assign))}
-        for assign, of in told.items()
+        for assign, of in reported.items()
         if _could_be_ours(job.spec, assign)
     }
     return {assign: of for assign, of in speakers.items() if of}
@@ -199,15 +204,15 @@ def _adopted(
     context: Context,
     job: Job,
     newest: Assign,
-    told: Mapping[NodeName, Assignment],
+    assignments: Mapping[NodeName, Assignment],
     reason: str,
 ) -> PlanMade | None:
     """Return the adopted plan; None: by the nodes' statuses, not every worker has its own
     process."""
     state, plan, before = context.state, newest.plan, set(job.current.members)
     slots = state.nodes[plan.nodes[0]].facts.worker_slots
-    incarnations = tuple(_processes(plan.workers, told))
-    leaving = tuple(_processes(newest.leaving, told))
+    incarnations = tuple(_processes(plan.workers, assignments))
+    leaving = tuple(_processes(newest.leaving, assignments))
     named = {process for process in (*incarnations, *leaving) if process}
     if len(named) < len(plan.workers) + len(newest.leaving):
         return None
@@ -236,20 +241,20 @@ def _adopted(
 
 
 def _processes(
-    workers: Iterable[WorkerId], told: Mapping[NodeName, Assignment]
+    workers: Iterable[WorkerId], assignments: Mapping[NodeName, Assignment]
 ) -> Iterable[Incarnation]:
     """Yield each worker's process as its node names it; empty: the node names none."""
     for worker in workers:
-        named = told[worker.node].worker_incarnations
+        named = assignments[worker.node].worker_incarnations
         yield named[worker.slot] if worker.slot < len(named) else Incarnation("")
 
 
 def take_up(context: Context) -> Decision | None:
-    """Make a job active that waits in the journal's queue and that nodes train. Its start is
-    missing in the copy of the journal that this master runs from.
+    """Make a queued job active that nodes train: the copy of the journal that this master runs from
+    lacks its start.
 
-    The active job goes back into the queue. It has ended since, or given way, if no node has a
-    process of its plan. Nodes that are away may have one, so the nodes that train the other job
+    The active job goes back into the queue: if no node has a process of its plan, it has ended
+    since, or given way. Nodes that are away may have one, so the nodes that train the other job
     must outnumber them. They must also be most of the cluster, so that no single node's report
     decides.
     """
@@ -258,16 +263,18 @@ def take_up(context: Context) -> Decision | None:
         job = state.jobs.get(job_id)
         if job is None or not is_queued(state.held[job_id]):
             continue
-        told, nodes = newest_told(state, job)
+        reporters, nodes = newest_reported(state, job)
         due = job.seen.since + context.timing.return_s
         registered = [node for node in state.nodes.values() if node.registered]
-        if context.now < due and (told != nodes or not all(n.connected for n in registered)):
+        if context.now < due and (reporters != nodes or not all(n.connected for n in registered)):
             reason = f"{job_id} is trained, and waits in the queue until all nodes are back"
             return Decision(wake_at=due, reason=reason, holds_plans=True)
-        if 2 * len(told) <= max(len(nodes), len(registered)) or _may_go_on(state, active, told):
+        if 2 * len(reporters) <= max(len(nodes), len(registered)) or _may_go_on(
+            state, active, reporters
+        ):
             continue
         put_back = (JobPutBack(job_id=active.id, instead=job_id),) if active is not None else ()
-        profile = (profile_of_adopted(state, job, told),) if _lacks_profile(job) else ()
+        profile = (profile_of_adopted(state, job, reporters),) if _lacks_profile(job) else ()
         return Decision(
             actions=(*put_back, JobStarted(job_id=job_id), *profile),
             reason=f"{job_id} is trained already",

@@ -1,4 +1,4 @@
-"""Rules about plans that nothing waits for: joins, follow-ups, and plans around slow workers.
+"""Rules about voluntary plans: joins, follow-ups, and plans around slow workers.
 
 Such a plan is pushed while training continues, and all workers switch to it at a step boundary.
 None is made while the job is disturbed. The planner decides whether a plan around slow workers is
@@ -18,9 +18,9 @@ from oobleck.master.rules.next_plan import next_plan
 from oobleck.master.rules.plan_made import plan_made
 from oobleck.master.rules.questions import (
     by_name,
-    in_reach,
     next_generation,
     undisturbed,
+    usable_nodes,
 )
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.job import Job
@@ -34,9 +34,9 @@ _FOLLOWS: frozenset[Cause] = frozenset({"re-routed", "few holders"})
 def join(context: Context, job: Job) -> Decision | None:
     """Take in nodes that are ready and have no part in the plan, at a step boundary."""
     state = context.state
-    if not undisturbed(state, job):  # the place of a drained node is not free yet
+    if not undisturbed(state, job):  # a drained node still has its place, for instance
         return None
-    ready = in_reach(state, job)
+    ready = usable_nodes(state, job)
     # Stand-by nodes are taken back when that is worth the change (`even_out`).
     due = _settled_at(context, job, [n for n in ready if n.facts.node not in job.standing_by])
     if due is None:
@@ -47,22 +47,22 @@ def join(context: Context, job: Job) -> Decision | None:
         answer = next_plan(context, job, ready, next_generation(context, job), course.JOINED)
     except PlanInfeasible as infeasible:
         return _stay_idle("; ".join(infeasible.causes))
-    found = answer.found
-    if not course.takes_in(found.plan, job.current.members):
+    made = answer.found
+    if not course.takes_in(made.plan, job.current.members):
         return _stay_idle("no combination of templates uses it")
     event = plan_made(
         context,
         job,
-        found.plan,
+        made.plan,
         boundary=True,
-        cause="worker well" if _stood_by(state, job, found.plan) else "node joined",
-        rule=found.rule,
-        reason=found.reason,
+        cause="worker well" if _stood_by(state, job, made.plan) else "node joined",
+        rule=made.rule,
+        reason=made.reason,
         detect_s=0.0,  # nothing waits for it before it has settled
         then=answer.then or "",
         answer=answer,
     )
-    return Decision(actions=(event,), reason=found.reason)
+    return Decision(actions=(event,), reason=made.reason)
 
 
 def _stay_idle(why: str) -> Decision:
@@ -70,7 +70,8 @@ def _stay_idle(why: str) -> Decision:
 
 
 def _stood_by(state: ClusterState, job: Job, plan: Plan) -> bool:
-    """Return whether all nodes that `plan` takes in were standing by, and so are well now."""
+    """Return whether all nodes that `plan` takes in were standing by, so that it answers their
+    recovery."""
     if job.current.made is None:
         return False
     before = {slow.worker for slow in job.current.made.standing_by}
@@ -100,13 +101,13 @@ def follow_up(context: Context, job: Job) -> Decision | None:
     A plan that moved no state, so that training continued at once, is followed by one of templates
     or one with a stage moved. A plan that leaves layers with few nodes is followed by its shadows.
     The follow-up is dropped if no stage is worth moving, no shadow can be added or planning failed.
-    A new search would end the same. Templates are tried again, since new nodes may make them
-    possible.
+    Another search would give the same result. Templates are tried again, since new nodes may make
+    them possible.
     """
     state, made = context.state, job.current.made
     if made is None or not made.then or not undisturbed(state, job):
         return None
-    ready = in_reach(state, job)
+    ready = usable_nodes(state, job)
     due = _settled_at(context, job, [n for n in ready if n.facts.node not in job.standing_by])
     if due is not None and context.now < due:
         return None  # they join in the same plan
@@ -119,26 +120,26 @@ def follow_up(context: Context, job: Job) -> Decision | None:
             return Decision(reason=f"no {made.then} so far: {why}")
         dropped = FollowUpDropped(job_id=job.id, generation=job.current.generation, reason=why)
         return Decision(actions=(dropped,), reason=f"no {made.then}: {why}")
-    found = answer.found
+    taken = answer.found
     event = plan_made(
         context,
         job,
-        found.plan,
+        taken.plan,
         boundary=True,
         cause="few holders" if course.adds_holders(answer.policy) else "re-routed",
-        rule=found.rule,
-        reason=found.reason,
+        rule=taken.rule,
+        reason=taken.reason,
         detect_s=0.0,  # nothing waits for it
         policy=answer.policy,
         then=answer.then or "",
         answer=answer,
     )
-    return Decision(actions=(event,), reason=found.reason)
+    return Decision(actions=(event,), reason=taken.reason)
 
 
 def even_out(context: Context, job: Job) -> Decision | None:
-    """Make a plan around slow workers if rates differ from the newest plan's. Make it too if the
-    newest plan was made for another purpose, and has or leaves out slow workers."""
+    """Make a plan around slow workers if their rates differ from those in the newest plan. Also
+    make one if there are slow workers and the newest plan was made for another purpose."""
     state, made = context.state, job.current.made
     if made is None or not course.evens_out(job.spec.recovery.policy):
         return None
@@ -146,11 +147,11 @@ def even_out(context: Context, job: Job) -> Decision | None:
         return None
     planned, rates = made.plan.rates, made.plan.with_rates(job.rates).rates
     waiting = _standing_by(state, job)
+    # Plans after a loss or a join only give slow workers other shares; a better one may be due.
     counted = made.policy == course.AROUND_SLOW or not (rates or waiting)
     if counted and rates == planned and _as_slow(job, made):
         return None
     members = [state.nodes[name] for name in job.current.members]
-    # A plan after a loss or a join differs only in the shares of slow workers.
     well = rates != planned and _all_better(rates, planned)
     due = (job.seen.planned_at or 0.0) + course.REST_S
     rests = made.policy == course.AROUND_SLOW or made.cause in _FOLLOWS
@@ -194,7 +195,7 @@ def _as_slow(job: Job, made: PlanMade) -> bool:
 
 
 def _all_better(rates: Iterable[WorkerRate], planned: Iterable[WorkerRate]) -> bool:
-    """Return whether no worker is slower than planned. Such a change need not rest REST_S: it
-    cannot recur before some worker turns slow, and that change rests."""
+    """Return whether no worker is slower than planned. Such a change need not wait REST_S: it can
+    recur only after a worker turned slow again, and that change waits."""
     before = {one.worker: one.rate for one in planned}
     return all(one.rate >= before.get(one.worker, 1.0) for one in rates)

@@ -36,19 +36,19 @@ class Decision:
     wake_at: float | None = None
     #: Reason of the actions, or of having none.
     reason: str = ""
-    #: Reason why ready nodes have no part in the plan; empty: it has a use for all.
+    #: Reason why ready nodes are not in the plan; empty: all are.
     why_idle: str = ""
-    #: Later rules must not make plans: they wait for the same as this one.
+    #: True if later rules must not make plans meanwhile.
     holds_plans: bool = False
-    #: Request for the awaited plan: the rules decide again when it is there.
+    #: Request for the awaited plan; the rules run again when the reply arrives.
     awaits: PlanRequest | None = None
 
 
 def decide(events: Sequence[Journaled], reason: str = "") -> Decision | None:
     """Return the decision to journal `events`; None: there are none. `reason`: text of the
     decision; by default the reasons of events of nodes."""
-    told = (f"{e.node}: {e.reason}" for e in events if isinstance(e, _OF_A_NODE))
-    return Decision(actions=tuple(events), reason=reason or "; ".join(told)) if events else None
+    reasons = (f"{e.node}: {e.reason}" for e in events if isinstance(e, _OF_A_NODE))
+    return Decision(actions=tuple(events), reason=reason or "; ".join(reasons)) if events else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,7 @@ class Context:
     state: ClusterState
     now: float
     timing: Detection
-    #: Unguessable text for the rendezvous of a plan made now.
+    #: Random text for the rendezvous of a plan made now.
     nonce: str
     planner: Planner
     retention: Retention = field(default_factory=Retention)

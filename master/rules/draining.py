@@ -33,7 +33,12 @@ from oobleck.master.rules import questions
 from oobleck.master.rules.decision import Context, Decision, decide
 from oobleck.master.rules.next_plan import next_plan
 from oobleck.master.rules.plan_made import plan_made
-from oobleck.master.rules.questions import by_name, next_generation, on_the_move, still_there
+from oobleck.master.rules.questions import (
+    by_name,
+    draining_members,
+    draining_nodes,
+    next_generation,
+)
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.evidence import carried
 from oobleck.master.state.job import Job
@@ -46,7 +51,7 @@ TOLD_TO_END = "its agent was told to end"
 
 
 def take_wishes(context: Context) -> Decision | None:
-    """Note the drains that ending agents ask for in their statuses."""
+    """Note the drains that agents which end request in their statuses."""
     wished = tuple(
         NodeDrainRequested(node=name, request_id="", reason=TOLD_TO_END, force=True)
         for name, node in sorted(context.state.nodes.items())
@@ -58,8 +63,8 @@ def take_wishes(context: Context) -> Decision | None:
 
 
 def farewell(context: Context) -> Decision | None:
-    """Declare the nodes lost whose agents say that they end, without waiting for them. Other nodes
-    need nothing of a drained node, and workers end with their agent."""
+    """Declare nodes lost as soon as their agents announce their end. Other nodes need nothing from
+    a drained node, and workers end with their agent."""
     gone = tuple(
         _gone(context, node)
         for _, node in sorted(context.state.nodes.items())
@@ -89,7 +94,7 @@ def _gone(context: Context, node: Node) -> NodeLost:
 
 
 def finish(context: Context) -> Decision | None:
-    """Note the end of drains of nodes that are needed no longer. A node that trains a job unknown
+    """Mark drains as done once their nodes are no longer needed. A node that trains a job unknown
     to this master is needed until that job is adopted or over."""
     job = context.state.job
     needed = {*job.current.members, *job.current.leaving} if job is not None else set()
@@ -110,8 +115,8 @@ def move_off(context: Context, job: Job) -> Decision | None:
     """Make the plan without the nodes that are to be drained, and can be."""
     state = context.state
     if job.state == "waiting for nodes":
-        return _give_up(job, still_there(state, job))
-    moving = on_the_move(state, job)
+        return _give_up(job, draining_nodes(state, job))
+    moving = draining_members(state, job)
     if (
         not moving
         or job.current.losses
@@ -126,18 +131,18 @@ def move_off(context: Context, job: Job) -> Decision | None:
     members = job.current.made.plan.nodes if job.current.made is not None else None
     if answer is None or members == answer.found.plan.nodes:
         return Decision(actions=tuple(events)) if events else None
-    found = answer.found
-    staying = frozenset(found.plan.nodes)
+    made = answer.found
+    staying = frozenset(made.plan.nodes)
     gone = [node for node in job.current.members if node not in staying]
     verb = "is" if len(gone) == 1 else "are"
-    reason = f"{', '.join(gone)} {verb} drained: {found.reason}"
+    reason = f"{', '.join(gone)} {verb} drained: {made.reason}"
     event = plan_made(
         context,
         job,
-        found.plan,
+        made.plan,
         boundary=True,
         cause="node drained",
-        rule=found.rule,
+        rule=made.rule,
         reason=reason,
         detect_s=0.0,
         policy=answer.policy,
@@ -148,8 +153,8 @@ def move_off(context: Context, job: Job) -> Decision | None:
 
 
 def _give_up(job: Job, moving: Sequence[Node]) -> Decision | None:
-    """Drain nodes of a job that waits for nodes, if their drain is forced. Others are kept, since
-    they hold a part of its state."""
+    """Drain nodes of a job that waits for nodes, if their drain is forced. Other nodes are kept,
+    since they hold a part of its state."""
     forced = tuple(_without(job, node) for node in moving if node.drain and node.drain.force)
     if forced:
         return Decision(actions=forced, reason="a drain is forced while the job waits for nodes")
@@ -167,19 +172,19 @@ def _find(
     context: Context, job: Job, moving: Sequence[Node]
 ) -> tuple[Answer | None, list[Journaled]]:
     """Return the plan without as many of `moving` as the job can spare, and events about the
-    others. The others are kept, or lost if their drain is forced. Forced drains go first, since
-    their nodes leave whatever becomes of the others."""
+    others: they are kept, or lost if their drain is forced. Forced drains go first, since those
+    nodes leave in any case."""
     state, generation = context.state, next_generation(context, job)
     ready = [node for node in state.candidates(job) if state.is_ready(node, job)]
     staying = list(moving)
-    found: Answer | None = None
+    taken: Answer | None = None
     events: list[Journaled] = []
-    if len(moving) > 1:  # mostly all can go, which one plan shows
+    if len(moving) > 1:  # usually one plan without all of them is enough
         with contextlib.suppress(PlanInfeasible):
-            found = next_plan(context, job, by_name(ready), generation, WITHOUT_DRAINED)
-            if not any(questions.is_too_much(job, node, found) for node in moving):
-                return found, []
-            found = None
+            taken = next_plan(context, job, by_name(ready), generation, WITHOUT_DRAINED)
+            if not any(questions.lowers_tolerance(job, node, taken) for node in moving):
+                return taken, []
+            taken = None
     for node in sorted(moving, key=lambda node: node.drain is None or not node.drain.force):
         rest = [other for other in staying if other is not node]
         try:
@@ -196,13 +201,13 @@ def _find(
             )
             events += _kept(job, node, why)
             continue
-        if questions.is_too_much(job, node, without):
+        if questions.lowers_tolerance(job, node, without):
             left, wanted = can_lose(without.found.plan), job.spec.fault_tolerance
             why = f"without it {count(left, 'node')} can be lost, but fault_tolerance is {wanted}"
             events += _kept(job, node, why)
         else:
-            found, staying = without, rest
-    return found, events
+            taken, staying = without, rest
+    return taken, events
 
 
 def _by_force(job: Job, node: Node, drain: Drain) -> list[Journaled]:
@@ -220,7 +225,7 @@ def _by_force(job: Job, node: Node, drain: Drain) -> list[Journaled]:
 
 
 def _kept(job: Job, node: Node, why: str) -> Iterator[NodeKept]:
-    """Yield the event that the node is kept, once for each reason."""
+    """Yield the event that the node is kept, unless it was kept for the same reason before."""
     reason = f"job {job.id} needs it: {why}"
     if node.drain is not None and node.drain.kept != reason:
         yield NodeKept(node=node.facts.node, job_id=job.id, reason=reason)
@@ -248,8 +253,7 @@ def take_out(context: Context) -> Decision | None:
 
 
 def take_back(context: Context) -> Decision | None:
-    """Make sick nodes train again where they are needed, or where the sickness seems a false
-    alarm."""
+    """Undo drains of sick nodes that are needed, or whose sickness seems a false alarm."""
     state, job = context.state, context.state.job
     if _most_are_sick(state):
         why = "most nodes are sick, so it may be a false alarm"

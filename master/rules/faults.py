@@ -2,8 +2,8 @@
 
 The job is at fault if workers on two nodes say so within an hour. They report an exception in the
 model, or no memory twice for the same step. One node's report ends it only if the others cannot
-continue without that node. Otherwise the node is left out, and another worker meets the same error,
-or does not.
+continue without that node. Otherwise the node is left out; if the job is at fault, another worker
+fails in the same way.
 
 Other errors may be the node's own: data that are missing or damaged, a device, a disk, unexplained
 ends. The node is left out if the others can do without it. The job fails if most nodes say the
@@ -11,8 +11,8 @@ same, or if processes keep ending on a second node without a step in between.
 
 A node is also left out if it reads other data than the rest, or its processes keep ending before
 they join a step. It is let in again when its agent registers anew. A node that fails repeatedly is
-put in quarantine, a drain that ends by itself and doubles each time. Nodes that fail as most others
-do are not to blame. A job that waits for nodes releases nodes from quarantine.
+put in quarantine, a drain that ends by itself and doubles each time. Nodes are not blamed if most
+others fail as often. A job that waits for nodes releases nodes from quarantine.
 """
 
 from collections import Counter
@@ -36,14 +36,14 @@ MOST_FAILURES = 5
 MOST_FAILED_STARTS = 3
 #: Consecutive ends of one worker's processes, without a committed step in between.
 _MOST_ENDS = 5
-#: Errors on two nodes within this time are the job's, since its code may fail at random, seconds.
+#: Seconds within which errors on two nodes are one fault of the job, whose code may fail at random.
 _ONE_FAULT_S = 3600.0
 
 
 def leave_out_unfit(context: Context, job: Job) -> Decision | None:
     state = context.state
-    found = [(node, _reason(state, job, node)) for node in state.candidates(job)]
-    return decide([left_out(job, node, reason) for node, reason in found if reason])
+    reasons = [(node, _reason(state, job, node)) for node in state.candidates(job)]
+    return decide([left_out(job, node, reason) for node, reason in reasons if reason])
 
 
 def _reason(state: ClusterState, job: Job, node: Node) -> str:
@@ -129,28 +129,29 @@ def _jobs_fault(context: Context, job: Job) -> str | None:
     given_up = _given_up(job)
     nodes = {*given_up, *(worker.node for worker in dying)}
     if len(nodes) > 1:
-        words = [*dying.values(), *(f"{name}: {why}" for name, why in given_up.items())][-1]
-        return f"workers keep ending on {comma_separated(nodes)}: {words}"
+        error = [*dying.values(), *(f"{name}: {why}" for name, why in given_up.items())][-1]
+        return f"workers keep ending on {comma_separated(nodes)}: {error}"
     suspects = _suspects(job)
     news = _news(job, suspects)
     if not news:
         return None
     if len(news) <= len(_others(context, job, suspects)):
         return None
-    return _told(news)
+    return _most_common_error(news)
 
 
-def _told(said: dict[NodeName, str]) -> str:
+def _most_common_error(errors: dict[NodeName, str]) -> str:
     """Describe the error that most nodes report, and which nodes; on a tie, the first one."""
-    words = Counter(said.values()).most_common(1)[0][0]
-    same = {name for name in said if said[name] == words}
-    others = said.keys() - same
+    error = Counter(errors.values()).most_common(1)[0][0]
+    same = {name for name in errors if errors[name] == error}
+    others = errors.keys() - same
     more = f"; something else on {comma_separated(others)}" if others else ""
-    return f"{words} (on {comma_separated(same)}{more})"
+    return f"{error} (on {comma_separated(same)}{more})"
 
 
 def _lone_node(job: Job) -> NodeName | None:
-    """Return the only node of the job, if it alone is at fault; None: others could do no better."""
+    """Return the node at fault, if it is the job's only node; None: other nodes would fail as
+    well."""
     if job.seen.faults.accused or job.left_out or len(job.seen.faults.ailing) != 1:
         return None
     return next(iter(job.seen.faults.ailing))
@@ -182,33 +183,35 @@ def _suspects(job: Job) -> dict[NodeName, str]:
 
 def _ailing(job: Job) -> dict[NodeName, str]:
     """Return the errors that workers reported of their node or the job, oldest first."""
-    told = job.seen.faults.ailing | job.seen.faults.accused
-    found = sorted((at, name, words) for name, (at, words) in told.items())
-    return {name: words for _, name, words in found}
+    reports = job.seen.faults.ailing | job.seen.faults.accused
+    by_time = sorted((at, name, error) for name, (at, error) in reports.items())
+    return {name: error for _, name, error in by_time}
 
 
 def _accused(context: Context, job: Job) -> dict[NodeName, tuple[float, str]]:
-    """Return the nodes that accused the job recently enough to be one fault with a new report."""
+    """Return the nodes that blamed the job recently enough to be the same fault as a new report."""
     accused = job.seen.faults.accused
-    return {name: told for name, told in accused.items() if context.now < told[0] + _ONE_FAULT_S}
+    return {
+        name: report for name, report in accused.items() if context.now < report[0] + _ONE_FAULT_S
+    }
 
 
 def _dying(job: Job) -> dict[WorkerId, str]:
     """Return the workers that keep ending without a committed step in between."""
-    found = {}
+    dying = {}
     for worker, deaths in sorted(job.seen.since_step.deaths.items()):
         if len(deaths) >= _MOST_ENDS:
             last = deaths[-1]
             words = job.seen.since_step.complaints.get(worker) or last_words(last)
-            found[worker] = (
+            dying[worker] = (
                 f"worker {worker} has ended {len(deaths)} times without a committed step between; "
                 f"the last time {describe_exit(last)}: {words}"
             )
-    return found
+    return dying
 
 
 def _given_up(job: Job) -> dict[NodeName, str]:
-    """Return the nodes that have trained and whose new processes end before they take part."""
+    """Return the nodes that have trained, and whose new processes end before they join a plan."""
     trained = job.current.trained.plan.nodes if job.current.trained is not None else ()
     now = {node: questions.ends_early(job, node) for node in trained}
     return job.seen.since_step.given_up | {node: why for node, why in now.items() if why}
@@ -219,16 +222,16 @@ def _news(job: Job, suspects: dict[NodeName, str]) -> dict[NodeName, str]:
 
 
 def _others(context: Context, job: Job, suspects: Collection[NodeName]) -> list[Node]:
-    """Return the candidates without a known fault. A node that is away counts until it is lost.
-    After a restart of the master, the first node to return may be the faulty one."""
+    """Return the candidates without a known fault. A node that is away counts until it is lost:
+    after a restart of the master, the first node to return may be the faulty one."""
     return [node for node in context.state.candidates(job) if node.facts.node not in suspects]
 
 
 def _wait_until(context: Context, job: Job, suspects: dict[NodeName, str]) -> float | None:
     """Return the time until which to wait for other nodes to report the same error; None: do not
     wait."""
-    told = job.seen.faults.ailing | job.seen.faults.accused
-    since = [at for name, (at, _) in told.items() if name not in job.left_out]
+    reports = job.seen.faults.ailing | job.seen.faults.accused
+    since = [at for name, (at, _) in reports.items() if name not in job.left_out]
     if job.current.made is not None:
         due = max(since, default=context.now) + context.timing.join_settle_s
         return due if since and context.now < due else None

@@ -5,7 +5,7 @@ same time, since all will compute at the same time. Two of them also measure the
 and two of one node the link inside a node. A worker that ends meanwhile does not hold up the rest;
 if it was to measure a link, the measurement begins anew with others. After a time-out the
 measurements that are there count, or the estimate where no layers were measured. An incomplete
-profile is for this job alone. Must not know later plans.
+profile is not stored: it serves this job alone. Must not know later plans.
 """
 
 from collections.abc import Sequence
@@ -41,7 +41,7 @@ from oobleck.master.state.node import Node
 from oobleck.planner.profile.measurement import assemble_profile
 from oobleck.planner.profile.memory import budget_bytes
 
-#: Most attempts at measurements that lose a worker of a link; after that the link is filled in.
+#: Most attempts if workers that measure links end; after that the link's speed is estimated.
 _MOST_ATTEMPTS = 3
 #: Most names of workers in a reason.
 _MOST_NAMES = 8
@@ -65,7 +65,7 @@ def _choose(context: Context, job: Job, ready: Sequence[Node]) -> Decision:
         if job.profiling.under_way
         else set()
     )
-    # A node that has joined meanwhile was no part of the measured load.
+    # Without nodes that have joined meanwhile, since they were no part of the measured load.
     key = key_of(job, [node for node in ready if node.facts.node in asked] or ready)
     stored = context.state.profiles.get(key)
     problem = questions.unusable_profile(context.state, job, ready, key)
@@ -103,7 +103,7 @@ def _choose(context: Context, job: Job, ready: Sequence[Node]) -> Decision:
 def _gone(
     state: ClusterState, measuring: MeasuringStarted, ready: Sequence[Node]
 ) -> frozenset[WorkerId]:
-    """Return the measuring workers that are gone or are another process now."""
+    """Return the measuring workers that have ended or been replaced."""
     names = {node.facts.node for node in ready}
 
     def here(worker: WorkerId, process: Incarnation) -> bool:
@@ -169,7 +169,7 @@ def _conclude(
 ) -> Decision:
     """Make the measurements the job's profile, or say why the estimate takes its place."""
     answers = list(job.seen.profiling.measured.values())
-    found = [answer.measurement for answer in answers if answer.measurement is not None]
+    measurements = [answer.measurement for answer in answers if answer.measurement is not None]
     links = [
         link.link for link in job.seen.profiling.links_measured.values() if link.link is not None
     ]
@@ -181,18 +181,18 @@ def _conclude(
     try:
         profile, notes = assemble_profile(
             job.spec,
-            found,
+            measurements,
             links,
             gpus_per_node=ready[0].facts.worker_slots,
             memory_bytes=budget_bytes(None, physical),
         )
     except ValueError as error:
-        why = "; ".join([*missing, str(error)] if found or not missing else missing)
+        why = "; ".join([*missing, str(error)] if measurements or not missing else missing)
         return _estimate(job, why if job.profile_only else f"the estimate is used: {why}")
     missing += _unlinked(job)
-    reason = "; ".join([f"measured by {count(len(found), 'worker')}", *missing])
+    reason = "; ".join([f"measured by {count(len(measurements), 'worker')}", *missing])
     if missing:
-        # Other jobs must not be planned by it for good.
+        # It must not serve all later jobs.
         reason += "; it is not stored"
         notes["missing"] = missing
     chosen = ProfileChosen(
@@ -211,26 +211,26 @@ def _unmeasured(job: Job, ready: Sequence[Node]) -> list[str]:
     reasons."""
     assert job.profiling.under_way is not None, "this is asked at the end of a measurement"
     names = {node.facts.node for node in ready}
-    found: dict[str, list[str]] = {}
+    by_reason: dict[str, list[str]] = {}
     for worker, process in job.profiling.under_way.workers:
         answer = job.seen.profiling.measured.get(process)
         if worker.node in names and (answer is None or answer.measurement is None):
             why = answer.problem if answer is not None else "no answer"
-            found.setdefault(why, []).append(str(worker))
-    return [f"{_some(workers)}: {why}" for why, workers in sorted(found.items())]
+            by_reason.setdefault(why, []).append(str(worker))
+    return [f"{_some(workers)}: {why}" for why, workers in sorted(by_reason.items())]
 
 
 def _unlinked(job: Job) -> list[str]:
     """List the links that were to be measured and were not, with the reasons."""
     assert job.profiling.under_way is not None, "this is asked at the end of a measurement"
-    found = []
+    missing = []
     for pair in job.profiling.under_way.wish.meetings:
         answer = job.seen.profiling.links_measured.get(pair.scope)
         if answer is None or answer.link is None:
             why = f": {answer.problem}" if answer is not None and answer.problem else ""
             ends = " and ".join(map(str, pair.workers))
-            found.append(f"the link between {ends} was not measured{why}")
-    return found
+            missing.append(f"the link between {ends} was not measured{why}")
+    return missing
 
 
 def _some(names: Sequence[str]) -> str:
@@ -247,7 +247,7 @@ def start(context: Context, job: Job) -> Decision | None:
     """Plan generation 1 once every node that may still become ready is."""
     state = context.state
     candidates, _ = state.alike(job)
-    ready, unlike = questions.like_data(
+    ready, unlike = questions.split_by_data(
         state, [node for node in candidates if state.is_ready(node, job)]
     )
     timeout_s = context.timing.start_timeout_s
@@ -292,8 +292,8 @@ def start(context: Context, job: Job) -> Decision | None:
 
 
 def shortfall(state: ClusterState, job: Job) -> str:
-    """Describe the nodes that the cluster lacks for a job without a plan, or what failed it at
-    once; empty: nothing, as far as is known."""
+    """Describe the nodes that the cluster lacks for a job without a plan, or why it failed at once;
+    empty: it lacks none, as far as is known."""
     if job.state == "failed":
         return job.reason
     if job.current.made is not None or job.state in ENDED:
@@ -314,18 +314,19 @@ def code_refused(state: ClusterState, spec: JobSpec) -> tuple[str, bool]:
     """Return which connected nodes do not run a new job's code and why, empty for none, and whether
     no node does."""
     by_reason: dict[str, list[NodeName]] = {}
-    here = [node for _, node in sorted(state.nodes.items()) if node.connected]
-    for node in here:
+    connected = [node for _, node in sorted(state.nodes.items()) if node.connected]
+    for node in connected:
         if why := node.refuses(spec):
             by_reason.setdefault(why, []).append(node.facts.node)
-    told = "; ".join(f"{why}: {', '.join(found)}" for why, found in by_reason.items())
-    return told, bool(here) and sum(map(len, by_reason.values())) == len(here)
+    refusals = "; ".join(f"{why}: {', '.join(names)}" for why, names in by_reason.items())
+    return refusals, bool(connected) and sum(map(len, by_reason.values())) == len(connected)
 
 
 def _still_starting(
     context: Context, job: Job, nodes: list[Node], late: list[Node]
 ) -> Decision | None:
-    """Wait for slow nodes that are needed and make progress; None: there is no reason to wait."""
+    """Wait for nodes that are slow to start, if they are needed and make progress; None: do not
+    wait."""
     coming = [node for node in late if node.connected and _has_all(job, node)]
     if not coming or not _enough(job, [*nodes, *coming]):
         return None
@@ -335,8 +336,8 @@ def _still_starting(
 
 
 def _has_all(job: Job, node: Node) -> bool:
-    """Return whether every slot has a process of the job, up or not. Processes known to have ended
-    do not count, though the last status may still list them."""
+    """Return whether every slot has a process of the job, up or not. Processes that have ended do
+    not count, even if the last status still lists them."""
     status = node.seen.status
     here = [worker for worker in status.workers if not job.seen.is_gone(worker.incarnation)]
     return status.job_id == job.id and len(here) == node.facts.worker_slots
@@ -358,8 +359,9 @@ def _check_shadows(context: Context, job: Job, nodes: list[Node]) -> None:
 
 
 def _settled_at(context: Context, job: Job, ready: list[Node]) -> float | None:
-    """Return the time until which a start on fewer nodes than templates need waits for others. When
-    a cluster is switched on, all its nodes start at about the same time. None: there are enough."""
+    """Return the time until which a start on fewer nodes than templates need waits for others.
+    None: there are enough. When a cluster is switched on, all its nodes start at about the same
+    time."""
     if job.profile_only or not client.needs_shadows(job, ready):
         return None
     return max(node.seen.ready_at or context.now for node in ready) + context.timing.join_settle_s

@@ -2,10 +2,10 @@
 
 One job trains at a time, in the order of submission. A job that was never trained and that has too
 few nodes gives its turn to the first job after it that could start. Batch schedulers call that
-backfilling. The job is the first in the queue again when that one has ended. A trained job gives
-way after a long wait, if it has a checkpoint: its workers are ended, and it resumes from there.
-Without a checkpoint its state is in its workers' memory alone, and it keeps its turn. No job that
-trains is interrupted for another one.
+backfilling. It is first in the queue again when that job has ended. A trained job gives way after a
+long wait, if it has a checkpoint: its workers are ended, and it resumes from there. Without a
+checkpoint its state is in its workers' memory alone, and it keeps its turn. No job that trains is
+interrupted for another one.
 
 Workers take checkpoints and return to them by themselves; the master notes each report once. Jobs
 that ended long ago are forgotten, so that the state does not grow for ever. Their files stay.
@@ -58,7 +58,7 @@ def give_way(context: Context, job: Job) -> Decision | None:
     if context.now < due:
         return Decision(wake_at=due, reason=f"{other.id} can start, {job.id} may yet go on")
     if not _has_nothing_to_lose(context, job) and (ready := get_ready(context, job)) is not None:
-        return ready  # it may resume with them
+        return ready  # the job may resume once they are ready
     event = JobPutBack(job_id=job.id, instead=other.id)
     return Decision(actions=(event,), reason=f"{other.id} can start, {job.id} cannot")
 
@@ -123,18 +123,21 @@ def first_step(context: Context, job: Job) -> Decision | None:
         return None
     steps, generation = job.seen.steps, job.current.generation
     step = next((r.step for r in steps.recent if r.generation >= generation), None)
-    due = _told_by(context, job)
+    due = _reports_due_at(context, job)
     if step is None and steps.redone is not None:
         redoes, first, last = steps.redone
         step = last if redoes == generation and last > first else None
     if step is None and steps.furthest_in == generation:
-        # Its record, which tells more, usually comes with the statuses that tell of it.
-        step, due = steps.furthest_step, max(due, _first_told_at(job) + GATHER_WORDS_S)
+        # Wait a little for the step's record, which has more and usually arrives with these
+        # statuses.
+        step, due = steps.furthest_step, max(due, _first_step_seen_at(job) + GATHER_WORDS_S)
     how = transition_stats(job, context.now)
     if step is None or how is None:
         return None
     if due > context.now:
-        return Decision(wake_at=due, reason="workers have not told yet how they came here")
+        return Decision(
+            wake_at=due, reason="workers have not reported yet how they entered the generation"
+        )
     older = (r for r in reversed(job.seen.steps.recent) if r.generation < job.current.generation)
     before = next(older, job.seen.steps.last_before)
     event = FirstStepCommitted(
@@ -150,14 +153,14 @@ def first_step(context: Context, job: Job) -> Decision | None:
     )
 
 
-def _first_told_at(job: Job) -> float:
+def _first_step_seen_at(job: Job) -> float:
     timeline = job.seen.timeline
     return timeline.first_step_at or 0.0 if timeline is not None else 0.0
 
 
-def _told_by(context: Context, job: Job) -> float:
-    """Return the time until which to wait for all workers' reports on the transition. Agents send
-    them with the newest generation's first step. 0: do not wait."""
+def _reports_due_at(context: Context, job: Job) -> float:
+    """Return the time until which to wait for all workers' reports on the transition, which agents
+    send with the newest generation's first step. 0: do not wait."""
     made, timeline = job.current.made, job.seen.timeline
     if made is None or timeline is None or timeline.first_step_at is None:
         return 0.0
@@ -200,13 +203,13 @@ def _succeed(context: Context, job: Job) -> Decision | None:
             return Decision(reason=missing)
         if job.seen.steps.records_wait:
             return Decision(reason=missing)
-        # The agents send their records as soon as they are connected.
+        # Connected agents send their records at once, so wait only a little.
         last = max(job.seen.progressed_at or context.now, job.seen.steps.recorded_at or 0.0)
         if context.now < (due := last + context.timing.meeting_s):
             return Decision(wake_at=due, reason=missing)
-    # A master that ended before it wrote the later records has reported these.
-    told = max((one.last for one in job.lost.last), default=0)
-    first = max(through, told) + 1
+    # A previous master may have declared records lost and ended before it wrote later ones.
+    reported = max((one.last for one in job.lost.last), default=0)
+    first = max(through, reported) + 1
     lost = (records_lost(job, range(first, steps + 1)),) if first <= steps else ()
     event = JobSucceeded(job_id=job.id, transition=transition_stats(job, context.now))
     return Decision(actions=(*lost, event), reason="all workers have finished")
@@ -233,7 +236,7 @@ def note_checkpoint(context: Context) -> Decision | None:
     for job in context.state.jobs.values():
         if (report := job.due_report()) is not None:
             event = _event(job, report)
-            return Decision(actions=(event,), reason="a worker told of a checkpoint")
+            return Decision(actions=(event,), reason="a worker reported on a checkpoint")
     return None
 
 
@@ -245,8 +248,8 @@ def save_in_time(context: Context, job: Job) -> Decision | None:
     saved = saves.checkpoint.step if saves.checkpoint is not None else 0
     if job.committed_step <= saved:
         return None
-    # A request that is not answered in that time is repeated: workers that have answered more than
-    # this head knows of pass over the first.
+    # Repeat a request that is not answered in time: workers ignore numbers that they have answered,
+    # which may be more than this head knows.
     interval_s = questions.save_interval_s(context.state, job, context.now)
     due = context.now + questions.until_save_s(job, context.now, interval_s)
     if context.now < due:

@@ -30,7 +30,8 @@ from oobleck.master.state.leases import Leases, last_sign
 from oobleck.master.state.node import Node
 from oobleck.proto.types import Hung, WorkerExited
 
-#: Heartbeats that all others wait at a rendezvous before a node that is away counts as missing.
+#: Heartbeats for which all others wait at a rendezvous before a node that is away counts as
+#: missing.
 _MISSED_AFTER = 0.5
 _NOT_THERE = "its agent does not have it any more"
 
@@ -83,7 +84,7 @@ def _loss(
     evidence_at: float,
 ) -> NodeLost:
     job, name = state.job, node.facts.node
-    restarted = node.seen.rival is not None  # on a host that was not booted again
+    restarted = node.seen.rival is not None  # the host was not rebooted
     return NodeLost(
         node=name,
         incarnation=node.facts.incarnation,
@@ -110,7 +111,7 @@ def _missed_at(state: ClusterState, name: NodeName, timing: Detection) -> float 
         return None
     made, timeline = job.current.made, job.seen.timeline
     if made.boundary or made.handover or made.starting:
-        return None  # they may have to wait for something else
+        return None  # its workers may wait for another reason
     if timeline is None or timeline.aborted_at is None or timeline.joined:
         return None
     here = {worker for worker in made.plan.workers if state.nodes[worker.node].connected}
@@ -135,7 +136,7 @@ def _proof(
         return None
     resumed_at = node.seen.resumed_at
     if resumed_at is not None and closed_at <= resumed_at + timing.answer_s:
-        return None  # the agent has given up on this master, and returns
+        return None  # the agent ended the stream itself, since the master was late, and returns
     for worker, (at, lost) in sorted(job.seen.peers_lost.items()):
         if (
             worker.node != name
@@ -151,8 +152,8 @@ def _proof(
 
 
 def forget_nodes(context: Context) -> Decision | None:
-    """Forget nodes that were lost long ago, except those that an operator drained: the drain holds
-    when they return."""
+    """Forget nodes that were lost long ago, except those that an operator drained: the drain still
+    applies when they return."""
     state, now = context.state, context.now
     due = {
         name: node.seen.lost_at + context.retention.node_s

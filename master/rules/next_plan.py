@@ -1,6 +1,6 @@
-"""Next plan of a job: questions to the planner, and the decision to wait where it has no answer.
+"""Next plan of a job: requests to the planner, and the decision to wait if no plan is possible.
 
-A plan that would lose state for good is not made. Owns also the requests that are likely to be next
+No plan is made that would lose state for good. Also owns the requests that are likely to be next
 (`Foresight`). Must not know which rule asks, nor how plans are made.
 """
 
@@ -23,12 +23,12 @@ from oobleck.master.rules import questions
 from oobleck.master.rules.decision import Context, Decision
 from oobleck.master.rules.questions import (
     by_name,
+    draining_nodes,
     is_away,
     look_again,
     names,
     next_generation,
     start_deadline,
-    still_there,
     undisturbed,
 )
 from oobleck.master.state.cluster import ClusterState
@@ -42,7 +42,7 @@ from oobleck.planner.recovery.reconfigure import can_lose
 log = logging.getLogger(__name__)
 
 
-#: Most nodes. With more, planning takes too long for a plan for each loss to be ready in time.
+#: Most nodes of a job whose plans for losses are made ahead: with more, planning takes too long.
 _MOST_NODES = 64
 _BACK = "put that right, and 'oobleck node undrain NODE' takes a node back"
 
@@ -57,30 +57,30 @@ def next_plan(
     """Return the plan that replaces `job`'s newest one on `live`, by the `wanted` policy; None: the
     policy after a loss.
 
-    Nodes that stand by get a part only if no plan is possible without them, or only one that can
-    lose fewer nodes than wanted.
+    Stand-by nodes are used only if without them no plan is possible, or none that can lose as many
+    nodes as wanted.
 
     Raises StillPlanning and PlanInfeasible. A plan is also infeasible if it leaves a layer of a
-    trained model without a holder and there is no checkpoint. The exception is a layer that is gone
-    for good, in a job that wants to begin anew then.
+    trained model without a holder and there is no checkpoint, unless the layer is gone for good and
+    the job is to begin anew then.
     """
     wanted = wanted or _for_losses(job)
     at_work = [node for node in live if node.facts.node not in job.standing_by]
     if wanted == course.AROUND_SLOW or len(at_work) == len(live):
         return _next_plan(context, job, live, generation, wanted)
     try:
-        found = _next_plan(context, job, at_work, generation, wanted)
+        taken = _next_plan(context, job, at_work, generation, wanted)
     except PlanInfeasible:
         if wanted in course.VOLUNTARY:
             raise
         return _next_plan(context, job, live, generation, wanted)
-    if can_lose(found.found.plan) >= job.spec.fault_tolerance:
-        return found
+    if can_lose(taken.found.plan) >= job.spec.fault_tolerance:
+        return taken
     with suppress(PlanInfeasible):
         with_all = _next_plan(context, job, live, generation, wanted)
-        if can_lose(with_all.found.plan) > can_lose(found.found.plan):
+        if can_lose(with_all.found.plan) > can_lose(taken.found.plan):
             return with_all
-    return found
+    return taken
 
 
 def _next_plan(
@@ -94,7 +94,7 @@ def _next_plan(
     answer = client.next_plan(context.planner, job, live, generation, wanted, outlook)
     lost = questions.lost_layers(context.state, job, answer.found.plan)
     if lost is not None and wanted in course.VOLUNTARY:
-        raise PlanInfeasible(*lost.causes)  # the change is voluntary
+        raise PlanInfeasible(*lost.causes)  # a voluntary change must not lose state
     if lost is not None and job.has_checkpoint and wanted != course.MORPH:
         # All state is loaded anyway, so the shape is free.
         return _next_plan(context, job, live, generation, course.MORPH)
@@ -104,14 +104,14 @@ def _next_plan(
     if lost is None or job.has_checkpoint:
         return answer
     looks = job.spec.on_state_lost == "restart" or job.may_have_checkpoint
-    if looks and questions.gone_for_good(context, job) is not None:
+    if looks and questions.layers_gone(context, job) is not None:
         return answer
     raise without_state(context, job, lost) from lost
 
 
 def without_state(context: Context, job: Job, lost: LayerLost) -> PlanInfeasible:
-    """Return the error that these layers of a job without a checkpoint are with no live worker: who
-    alone can bring them back, and until when."""
+    """Return the error that no live worker holds these layers of a job without a checkpoint; it
+    names the nodes that may bring them back, and until when."""
     away = comma_separated(questions.may_bring_back(context, job, lost.layers))
     most = f"{context.retention.node_s / 3600:g} h"
     hope = f"only {away} with the workers of before can bring it back, within {most}; or "
@@ -122,8 +122,9 @@ def without_state(context: Context, job: Job, lost: LayerLost) -> PlanInfeasible
 
 
 def _for_losses(job: Job) -> RecoveryPolicy:
-    """Return the policy for the job's losses. Workers may not hold what the plan to change says
-    while one that moves state has no committed step, nor after another job was active."""
+    """Return the policy for the job's losses. It depends on whether workers certainly hold the
+    layers of the plan to change: not while a plan that moves state has no committed step, nor after
+    another job was active."""
     made = job.current.made
     moving = made is not None and not course.keeps_state(made.policy) and job.current.on_the_way
     moving = moving and not job.unentered
@@ -154,7 +155,7 @@ def wait(state: ClusterState, job: Job, infeasible: PlanInfeasible, *more: str) 
 
 
 def waits_for(state: ClusterState, infeasible: PlanInfeasible) -> list[str]:
-    """Return why a job waits for nodes, and how to give it some: drained ones may be enough."""
+    """Return why a job waits for nodes, and the fix: undraining nodes may be enough."""
     drained = [
         node
         for node in state.nodes.values()
@@ -176,8 +177,8 @@ def describe_left_out(nodes: Iterable[tuple[NodeName, str]]) -> list[str]:
     for node, why in nodes:
         by_reason.setdefault(why, []).append(node)
     return [
-        f"{comma_separated(found)} {'is' if len(found) == 1 else 'are'} left out: {why}"
-        for why, found in by_reason.items()
+        f"{comma_separated(names)} {'is' if len(names) == 1 else 'are'} left out: {why}"
+        for why, names in by_reason.items()
     ]
 
 
@@ -208,22 +209,22 @@ def plan_without_drained(context: Context, job: Job, live: Sequence[Node]) -> An
     state, generation = context.state, next_generation(context, job)
     kept = [
         node
-        for node in still_there(state, job)
+        for node in draining_nodes(state, job)
         if state.is_ready(node, job) and node.drain is not None and not node.drain.force
     ]
     try:
-        found = next_plan(context, job, live, generation)
+        taken = next_plan(context, job, live, generation)
     except PlanInfeasible:
         if not kept:
             raise
         return next_plan(context, job, by_name([*live, *kept]), generation)
-    needed = [node for node in kept if questions.is_too_much(job, node, found)]
+    needed = [node for node in kept if questions.lowers_tolerance(job, node, taken)]
     if needed:
-        left = can_lose(found.found.plan)
+        left = can_lose(taken.found.plan)
         with suppress(PlanInfeasible):
             more = next_plan(context, job, by_name([*live, *needed]), generation)
-            return more if can_lose(more.found.plan) > left else found
-    return found
+            return more if can_lose(more.found.plan) > left else taken
+    return taken
 
 
 def get_ready(context: Context, job: Job) -> Decision | None:
@@ -248,7 +249,7 @@ def getting_ready(context: Context, job: Job, pending: list[Node]) -> Decision:
 
 
 class _Asked(AtOnce):
-    """Planner without replies, which reveals the request."""
+    """Planner without replies, which records the request."""
 
     def reply(self, request: PlanRequest) -> PlanReply:
         raise StillPlanning(request)
@@ -257,7 +258,7 @@ class _Asked(AtOnce):
 class Foresight:
     """Requests for the plans after the loss of any one node, made in advance.
 
-    They are made anew only when the inputs of these plans have changed.
+    They change only with the inputs of these plans.
     """
 
     def __init__(self) -> None:
@@ -268,7 +269,7 @@ class Foresight:
 
     def look(self, context: Context) -> tuple[PlanRequest, ...]:
         """Return the requests that follow from the loss of each single node. While the job is
-        disturbed they stay unchanged, since the first signs of a loss must not drop them."""
+        disturbed they stay as they are: the first signs of a loss must not drop them."""
         state, job = context.state, context.state.job
         if job is None or job.current.made is None or len(job.current.members) > _MOST_NODES:
             return ()
@@ -290,9 +291,9 @@ class Foresight:
                 except StillPlanning as still:
                     self._found += (still.request,)
                 except PlanInfeasible:
-                    pass  # this is found quickly
+                    pass  # a refusal is found quickly
                 except Exception:
-                    # No decision depends on it yet; when the loss occurs, the rules meet the error
+                    # No decision depends on it yet; if the loss occurs, the rules raise the error
                     # again.
                     log.exception("what a loss would ask for is not known", extra={"node": name})
         return self._found

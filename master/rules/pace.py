@@ -3,7 +3,8 @@
 A worker's time is compared with the profile's time for its layers in the plan. If all workers of a
 layer need more or less than its profile says, the profile is wrong, and no worker is slow. So each
 layer's time is scaled by the usual worker's ratio, limited to the range of the workers that compute
-the layer. That assumes the smallest mistakes. Then a worker is compared with the median of all.
+the layer: the least correction that explains their times. Then each worker is compared with the
+median of all.
 
 A worker is slow if every sample in a window exceeds SLOW. A sample spans at least a second and a
 step. If there are too few processors, workers are starved one after the other: each is 1.5 times as
@@ -42,7 +43,7 @@ _CHANGE = 0.2
 #: Seconds after a plan in which a slow worker's rate is not raised above its planned one: CPU
 #: quotas let it burst after idling, so with less to do it seems faster than it is with more.
 TRIED_S = 600.0
-#: Largest factor by which a worker measured alone may seem faster or slower than in training.
+#: Largest factor by which a measurement alone may differ from training, either way.
 SURE = 1.5
 #: Step that rates are rounded to, and the lowest rate.
 _STEP = 0.05
@@ -65,31 +66,31 @@ class _Beside:
     """Measurement of a stand-by worker, compared with the others' pace."""
 
     slowness: float
-    #: Seconds that another worker's share of a step would take it, and takes that worker.
+    #: Seconds that another worker's share of a step would take this worker, and takes that one.
     step_s: float
     usual_s: float
 
 
-#: By measurement, for as long as that is kept: the plan and profile of the comparison, and its
-#: result. One entry per stand-by worker, since each reconcile asks for all of them.
+#: Cache by measurement: plan and profile of the comparison, and its result. Every reconcile needs
+#: it for each stand-by worker.
 _beside: WeakKeyDictionary[Alone, tuple[Plan, Profile, _Beside | None]] = WeakKeyDictionary()
 
 
 def watch(context: Context, job: Job) -> Decision:
     """Note the workers whose rate has changed, if any."""
-    told = [*_replaced(context, job), *_changed(context, job), *_alone(context, job)]
+    changes = [*_replaced(context, job), *_changed(context, job), *_alone(context, job)]
     waits = Decision(wake_at=questions.next_stand_by_end(context, job))
-    return decide(told, "; ".join(map(str, told))) or waits
+    return decide(changes, "; ".join(map(str, changes))) or waits
 
 
 def _replaced(context: Context, job: Job) -> Iterator[RateChanged]:
     """Yield a rate of 1 for slow workers outside the plan whose process was replaced."""
-    for worker, told in job.slow.items():
+    for worker, slow in job.slow.items():
         node = context.state.nodes[worker.node]
         status = node.seen.status.worker(worker.slot) if node.connected else None
         if status is None or worker in job.current.processes():
             continue
-        if status.incarnation != told.incarnation:
+        if status.incarnation != slow.incarnation:
             yield RateChanged(job_id=job.id, worker=worker, incarnation=status.incarnation, rate=1)
 
 
@@ -103,21 +104,22 @@ def _changed(context: Context, job: Job) -> Iterator[RateChanged]:
     samples = _samples(made.plan, profile_on(job.spec, Machines.of(job, members)), pace.rounds)
     planned = {one.worker: one.rate for one in made.plan.rates}
     for worker, now in samples[0].slowness.items():
-        told = job.slow.get(worker)
-        # A worker that is slow now may have been well on average over a longer window.
+        last = job.slow.get(worker)
+        # Check this window first: a worker that is slow now may have been well on average over a
+        # longer one.
         slow = _run(samples, worker, lambda slowness: slowness >= SLOW, SLOW_STEPS, LOST_S)
-        if told is None:
+        if last is None:
             run = slow
             rate = _rate(run, worker) if run else 1.0
         elif not slow and (run := _well(samples, worker)):
             rate = 1.0
         else:
-            run = _run(samples, worker, _differs(told.rate, now), SLOW_STEPS)
-            rate = _rate(run, worker) if run else told.rate
+            run = _run(samples, worker, _differs(last.rate, now), SLOW_STEPS)
+            rate = _rate(run, worker) if run else last.rate
             tried = rate * SLOW >= 1 or context.now >= (job.seen.planned_at or 0.0) + TRIED_S
-            if rate > told.rate and not tried:
-                rate = max(told.rate, min(rate, planned.get(worker, 1.0)))
-        if rate != (1.0 if told is None else told.rate):
+            if rate > last.rate and not tried:
+                rate = max(last.rate, min(rate, planned.get(worker, 1.0)))
+        if rate != (1.0 if last is None else last.rate):
             why = "" if rate == 1 else _hindrance(context, worker)
             yield _event(job, worker, rate, run, why)
 
@@ -133,30 +135,30 @@ def _alone(context: Context, job: Job) -> Iterator[RateChanged]:
     made, pace = job.current.made, job.seen.pace
     if made is None or job.state != "running" or pace.generation != job.current.generation:
         return
-    found = [(worker, pace.alone[worker]) for worker in job.slow if worker in pace.alone]
-    if not found:
+    measured = [(worker, pace.alone[worker]) for worker in job.slow if worker in pace.alone]
+    if not measured:
         return
     members = [context.state.nodes[name] for name in job.current.members]
     profile = profile_on(job.spec, Machines.of(job, members))
-    for worker, alone in found:
-        told = job.slow[worker]
-        if alone.process != told.incarnation or worker.node in made.plan.nodes:
+    for worker, alone in measured:
+        last = job.slow[worker]
+        if alone.process != last.incarnation or worker.node in made.plan.nodes:
             continue
         beside = _held_against(made.plan, profile, job.spec.model.order, alone)
         if beside is None:
             continue
-        rate = told.rate
+        rate = last.rate
         if beside.slowness < SURE:
             rate = 1.0
-        elif not 1 / SURE <= beside.slowness * told.rate <= SURE:
+        elif not 1 / SURE <= beside.slowness * last.rate <= SURE:
             rate = _rate_of(beside.slowness)
-        if rate > told.rate and context.now < questions.stands_by_until(job, worker):
+        if rate > last.rate and context.now < questions.stands_by_until(job, worker):
             continue
-        if rate != told.rate:
+        if rate != last.rate:
             yield RateChanged(
                 job_id=job.id,
                 worker=worker,
-                incarnation=told.incarnation,
+                incarnation=last.incarnation,
                 rate=rate,
                 step_s=beside.step_s,
                 usual_s=beside.usual_s,
@@ -167,7 +169,7 @@ def _alone(context: Context, job: Job) -> Iterator[RateChanged]:
 def _held_against(
     plan: Plan, profile: Profile, order: Sequence[int], alone: Alone
 ) -> _Beside | None:
-    """Compare a measurement with the others' pace, once; None: it says nothing."""
+    """Compare a measurement with the others' pace, cached; None: they cannot be compared."""
     known = _beside.get(alone)
     if known is None or known[:2] != (plan, profile):
         known = _beside[alone] = plan, profile, _compare(plan, profile, order, alone)
@@ -192,7 +194,7 @@ def _other_steps(
     usual_s = _sample(plan, profile, alone.first, alone.last).step_s
     try:
         own = computing_by_layer_s(plan, _as_measured(profile, order, alone.seconds))
-    except ValueError:  # the plan is another master's; or no device takes that long, or that short
+    except ValueError:  # the plan is another master's, or the times are not plausible
         return ()
     whole = {worker: sum(own.get(worker, {}).values()) for worker in usual_s}
     return [(whole[worker], seconds) for worker, seconds in usual_s.items() if whole[worker] > 0]
@@ -296,8 +298,8 @@ def _spent(run: Sequence[_Sample], worker: WorkerId) -> tuple[float, float]:
 def _samples(plan: Plan, profile: Profile, rounds: Sequence[Round]) -> list[_Sample]:
     """Return the samples between rounds, newest first. The first round is the end of the
     generation's first step."""
-    found = [_sample(plan, profile, before, after) for before, after in pairwise(rounds)]
-    return found[::-1]
+    samples = [_sample(plan, profile, before, after) for before, after in pairwise(rounds)]
+    return samples[::-1]
 
 
 @lru_cache(maxsize=64)
@@ -309,7 +311,7 @@ def _sample(plan: Plan, profile: Profile, before: Round, after: Round) -> _Sampl
         if first is None or first.process != last.process:
             continue
         taken, spent_s = last.steps - first.steps, last.seconds - first.seconds
-        # An agent that reports other times is broken or hostile.
+        # Ignore times that only a broken or hostile agent reports.
         if taken > 0 and LEAST_S <= spent_s / taken <= MOST_S:
             steps[worker], step_s[worker] = taken, spent_s / taken
     return _Sample(

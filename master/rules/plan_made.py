@@ -31,10 +31,10 @@ from oobleck.planner.recovery.outlook import BACK_S
 from oobleck.planner.recovery.reconfigure import can_lose
 from oobleck.planner.recovery.rules import Next
 
-#: Copying fewer bytes takes no noticeable time.
+#: Fewer bytes are not mentioned: copying them takes no noticeable time.
 _WORTH_SAYING_BYTES = 1_000_000
-#: Longest stand-by, seconds. A process that stands by again, after its rate got better, must do so
-#: for twice as long as before. Measured alone it may only seem well.
+#: Longest stand-by, seconds. A process that turns out slow again after it was taken back stands by
+#: for twice as long as before: measured alone it may only seem well.
 LONGEST_STAND_BY_S = 3600.0
 #: Seconds with a better rate after which a process stands by as if for the first time.
 FORGET_STAND_BY_S = 3600.0
@@ -60,9 +60,9 @@ def plan_made(
 ) -> PlanMade:
     """Return the event that `plan` is made.
 
-    `restore`: workers return to the newest checkpoint. They also do if the previous plan asked for
-    that and has committed no step, since it is not known which of them have returned.
-    `passes_over`: as in `PlanMade`. `answer`: the planner's answer that the plan is from.
+    `restore`: workers return to the newest checkpoint. They also do so if the previous plan asked
+    for it and has committed no step, since it is not known which of them have. `passes_over`: as in
+    `PlanMade`. `answer`: the planner's answer that the plan is from.
     """
     if detect_s is None:
         loss = job.seen.loss
@@ -152,8 +152,8 @@ def _needs_handover(state: ClusterState, job: Job, plan: Plan) -> bool:
 def _leaving(
     state: ClusterState, job: Job, plan: Plan, *, boundary: bool, handover: bool
 ) -> tuple[WorkerId, ...]:
-    """Return the workers outside `plan` that must receive it. They hand over layers, or at a
-    boundary were in the plan before, since the switch takes their votes."""
+    """Return the workers outside `plan` that must receive it: those that hand over layers, and at a
+    boundary those of the previous plan, whose votes the switch needs."""
     leaving = set(job.current.processes()) if boundary else set()
     if handover:
         leaving.update(questions.departing(state, job, plan))
@@ -170,8 +170,8 @@ def _data(state: ClusterState, job: Job, plan: Plan) -> str:
 
 
 def _torch(state: ClusterState, plan: Plan) -> str:
-    found = {state.nodes[node].build.torch for node in plan.nodes} - {""}
-    return found.pop() if len(found) == 1 else ""
+    series = {state.nodes[node].build.torch for node in plan.nodes} - {""}
+    return series.pop() if len(series) == 1 else ""
 
 
 def _process(state: ClusterState, worker: WorkerId) -> Incarnation:
@@ -204,11 +204,11 @@ def _card(state: ClusterState, worker: WorkerId) -> str:
 def _taken_out(context: Context, job: Job, plan: Plan) -> Iterator[StandByFor]:
     """Yield the stand-by times of slow workers of the newest plan that `plan` leaves out."""
     before, lost = job.current.processes(), job.current.lost_nodes
-    for worker, told in sorted(job.slow.items()):
+    for worker, slow in sorted(job.slow.items()):
         if worker in before and worker.node not in plan.nodes and worker.node not in lost:
             yield StandByFor(
                 worker=worker,
-                incarnation=told.incarnation,
+                incarnation=slow.incarnation,
                 seconds=_stand_by_s(context, job, worker),
             )
 
@@ -218,7 +218,7 @@ def _stand_by_s(context: Context, job: Job, worker: WorkerId) -> float:
     if last is None or last.process != job.slow[worker].incarnation:
         return 0.0
     better_at = job.seen.stand_by_times[worker].better_at
-    if better_at is None:  # it was needed although slow
+    if better_at is None:  # it was taken back because it was needed, not because it was well
         return last.seconds
     if context.now > better_at + FORGET_STAND_BY_S:
         return 0.0

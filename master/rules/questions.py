@@ -35,7 +35,7 @@ from oobleck.planner.recovery.reconfigure import can_lose
 OTHER_DATA = "its data differ from those of the job's other nodes (same paths, other content)"
 #: Longest quarantine, seconds.
 LONGEST_QUARANTINE_S = 3600.0
-#: Ends of a node's processes, without a step that they had a part in, before it is left out.
+#: Ends of a node's processes that took part in no step, before the node is left out.
 _MOST_STILLBORN = 3
 #: Most doublings of the interval between two rendezvous.
 _MOST_DOUBLINGS = 20
@@ -44,7 +44,7 @@ _MOST_DOUBLINGS = 20
 # ---- Expectations
 
 
-#: Least share of losses that are taken to need a checkpoint: workers survive most, never all.
+#: Least share of losses that are assumed to need a checkpoint: workers survive most, never all.
 _LEAST_SHARE = 0.01
 #: Seconds of a save where none is known, and limits of the time between two.
 _UNKNOWN_SAVE_S = 5.0
@@ -56,12 +56,12 @@ _NEVER = 1e15
 
 
 def outlook(state: ClusterState, job: Job, now: float) -> Outlook:
-    """Return what is expected of the time after a plan for the job that is made now."""
+    """Return the outlook for a plan of the job that is made now."""
     steps, saved, unix = job.seen.steps, job.saves.checkpoint, job.seen.unix(now)
     losses = state.losses_until(unix)
     restored = job.rollback.restored
     done = job.committed_step
-    if job.rollback.redo_until:  # records do not go back with the state
+    if job.rollback.redo_until:  # the newest record is of a step that was undone
         done = steps.furthest_step
     saved_step = restored.step if restored is not None else 0
     if saved is not None:
@@ -94,7 +94,8 @@ def racks_of_live(state: ClusterState) -> dict[NodeName, str]:
 
 
 def until_save_s(job: Job, now: float, interval_s: float) -> float:
-    """Return the seconds until a checkpoint is due, so long after the last one or its request."""
+    """Return the seconds until a checkpoint is due, `interval_s` after the last one or its
+    request."""
     last = max(job.saves.checkpoint_at, job.saves.requested_at, job.started_at)
     return last + interval_s - job.seen.unix(now)
 
@@ -116,8 +117,8 @@ def save_interval_s(state: ClusterState, job: Job, now: float) -> float:
 
 
 def _saves(state: ClusterState, job: Job, now: float) -> tuple[float, float | None]:
-    """Return the steps between two checkpoints, and the seconds until the next one; None: steps
-    decide when it comes, or saves fail."""
+    """Return the steps between two checkpoints, and the seconds until the next one; None: the job
+    saves by steps, or saves fail."""
     spec = job.spec.checkpoint
     if spec is None:
         return _NEVER, None
@@ -144,16 +145,16 @@ def was_trained(state: ClusterState, job: Job) -> bool:
         return True
     timeline, others = job.seen.timeline, set()
     agreed = timeline.joined if timeline is not None else {}
-    told = {worker.node for worker, step in agreed.items() if step > 0}
+    reporters = {worker.node for worker, step in agreed.items() if step > 0}
     for name, node in state.nodes.items():
         status = node.seen.status
         if not node.connected or status.job_id != job.id:
             continue
         if any(worker.committed_step > 0 for worker in status.workers):
-            told.add(name)
+            reporters.add(name)
         elif any(processes.get(WorkerId(name, w.slot)) == w.incarnation for w in status.workers):
             others.add(name)
-    return len(told) > 1 or (len(told) == 1 and not others - told)
+    return len(reporters) > 1 or (len(reporters) == 1 and not others - reporters)
 
 
 def lost_layers(
@@ -171,38 +172,40 @@ def lost_layers(
     return None
 
 
-def away(state: ClusterState, job: Job) -> LayerLost | None:
+def layers_away(state: ClusterState, job: Job) -> LayerLost | None:
     """Return the layers of a trained model whose state no connected worker holds; None: there are
     none."""
     if not was_trained(state, job):
         return None
     try:
-        require_holders(_held_layers(state, job, _here(state, job)), job.spec.model.layer_count)
+        require_holders(
+            _held_layers(state, job, _connected_workers(state, job)), job.spec.model.layer_count
+        )
     except LayerLost as lost:
         return lost
     return None
 
 
-def gone_for_good(context: Context, job: Job) -> LayerLost | None:
+def layers_gone(context: Context, job: Job) -> LayerLost | None:
     """Return the layers of a trained model whose state no worker holds and no node that is away
     can bring back; None: there are none."""
     if not was_trained(context.state, job):
         return None
     try:
-        held = _held_layers(context.state, job, _here(context.state, job))
+        held = _held_layers(context.state, job, _connected_workers(context.state, job))
         require_holders(held | _held_away(context, job), job.spec.model.layer_count)
     except LayerLost as lost:
         return lost
     return None
 
 
-def may_be_untold(state: ClusterState, job: Job) -> bool:
-    """Return whether agents may still delay a report that explains the missing state. Some state
-    has no known holder, but all of it would have one if all connected workers had entered the
-    newest plan."""
+def may_be_unreported(state: ClusterState, job: Job) -> bool:
+    """Return whether agents may still send a report that explains the missing state: some state has
+    no known holder, but all of it would have one if all connected workers had entered the newest
+    plan."""
     if not was_trained(state, job) or job.current.made is None:
         return False
-    here = _here(state, job)
+    here = _connected_workers(state, job)
     known = _held_layers(state, job, here)
     planned, members = job.current.made.plan.shards, job.current.processes()
     supposed = dict(known)
@@ -222,8 +225,7 @@ def may_bring_back(context: Context, job: Job, layers: Iterable[int]) -> frozens
 
 
 def given_up_at(context: Context, job: Job) -> float | None:
-    """Return when the next node that is away stops being expected back; None: no node is
-    expected."""
+    """Return when the wait for the next node that is away ends; None: no node is expected back."""
     names = {name for plan in job.lineage.plans.values() for name in plan.nodes}
     ends = (_may_return_until(context, job, name) for name in names)
     return min((end for end in ends if context.now < end < math.inf), default=None)
@@ -234,7 +236,7 @@ def departing(state: ClusterState, job: Job, plan: Plan) -> tuple[WorkerId, ...]
     return tuple(
         WorkerId(name, worker.slot)
         for name, node in sorted(state.nodes.items())
-        # A node that may still stay has no part in a plan that is not trained in yet.
+        # The newest plan lacks those in `leaving`, even if their drain was undone meanwhile.
         if (node.moves_off or name in job.current.leaving)
         and node.connected
         and node.seen.status.job_id == job.id
@@ -245,7 +247,7 @@ def departing(state: ClusterState, job: Job, plan: Plan) -> tuple[WorkerId, ...]
     )
 
 
-def _here(state: ClusterState, job: Job) -> list[WorkerId]:
+def _connected_workers(state: ClusterState, job: Job) -> list[WorkerId]:
     """Return all connected workers of the job, in the plan or not."""
     return [
         WorkerId(name, worker.slot)
@@ -269,7 +271,7 @@ def _held_away(context: Context, job: Job) -> dict[WorkerId, frozenset[Shard]]:
     """Return the layers that workers on nodes that are away may hold, by any plan since the last
     step."""
     held: dict[WorkerId, frozenset[Shard]] = {}
-    dead = job.current.lost_workers  # and no plan counts on other processes in their places yet
+    dead = job.current.lost_workers  # no plan has other processes in their slots yet
     for plan in job.lineage.plans.values():
         for worker, shards in plan.shards.items():
             if worker not in dead and context.now < _may_return_until(context, job, worker.node):
@@ -311,8 +313,8 @@ def _held_layers(
         for worker in workers
         if (process := state.nodes[worker.node].seen.status.worker(worker.slot)) is not None
     }
-    told = (process.stepped for process in processes.values())
-    newest = max((job.seen.steps.furthest_in, *told))
+    stepped_in = (process.stepped for process in processes.values())
+    newest = max((job.seen.steps.furthest_in, *stepped_in))
     stepped, voted = job.lineage.plans.get(newest), _voted(job, newest)
     trained = max(newest, job.current.stepped)
     for worker, process in processes.items():
@@ -343,8 +345,8 @@ def _voted(job: Job, generation: Generation) -> Mapping[WorkerId, Incarnation]:
 
 
 def _is_behind(worker: WorkerId, generation: Generation, stepped: Plan) -> bool:
-    """Return whether a step committed in `stepped` has outdated the worker's layers of
-    `generation`. A worker that has a part in that plan has entered it."""
+    """Return whether a step committed in the plan `stepped` has outdated the worker's layers of
+    `generation`. The workers of `stepped` have entered it."""
     return generation < stepped.generation and worker not in stepped.workers
 
 
@@ -378,17 +380,16 @@ def is_up(state: ClusterState, worker: WorkerId) -> bool:
     return status is not None and status.card != ""
 
 
-def coming(state: ClusterState, job: Job, nodes: Sequence[Node]) -> list[Node]:
+def nodes_starting(state: ClusterState, job: Job, nodes: Sequence[Node]) -> list[Node]:
     """Return those of `nodes`, members that are not ready, whose missing workers are all being
     started.
 
-    Returns none where no worker is up that the next plan may count on: then nothing is gained by
-    waiting.
+    Returns none where no worker is up for the next plan: then nothing is gained by waiting.
     """
     if not any(_has_worker_up(job, node) for node in state.candidates(job)):
         return []
     lost = {loss.incarnation for loss in job.current.losses if isinstance(loss, WorkerLost)}
-    found = []
+    starting = []
     for node in nodes:
         status = node.seen.status
         here = [
@@ -398,8 +399,8 @@ def coming(state: ClusterState, job: Job, nodes: Sequence[Node]) -> list[Node]:
         ]
         full = len(here) == node.facts.worker_slots
         if node.connected and status.job_id == job.id and full:
-            found.append(node)
-    return found
+            starting.append(node)
+    return starting
 
 
 def _has_worker_up(job: Job, node: Node) -> bool:
@@ -423,9 +424,9 @@ def takes_longer(job: Job, node: Node) -> bool:
     return late or (status.job_id == job.id and len(status.workers) < node.facts.worker_slots)
 
 
-def like_data(state: ClusterState, ready: Sequence[Node]) -> tuple[list[Node], list[Node]]:
-    """Split the `ready` nodes into those that read the most common data and the others. On a tie,
-    the first node's data counts."""
+def split_by_data(state: ClusterState, ready: Sequence[Node]) -> tuple[list[Node], list[Node]]:
+    """Split the `ready` nodes by data: nodes with the most common data (on a tie, the first
+    node's), and all others."""
     counts = Counter(state.data_of(node) for node in ready)
     most = counts.most_common(1)[0][0] if counts else ""
     like = [node for node in ready if state.data_of(node) == most]
@@ -433,8 +434,8 @@ def like_data(state: ClusterState, ready: Sequence[Node]) -> tuple[list[Node], l
 
 
 def ends_early(job: Job, node: NodeName) -> str:
-    """Describe how the node's workers end before they take part in a step; empty: too few such
-    ends."""
+    """Describe that the node's workers keep ending before they take part in a step; empty: they do
+    not."""
     ends = job.seen.faults.stillborn.get(node, [])
     if len(ends) < _MOST_STILLBORN:
         return ""
@@ -460,12 +461,12 @@ def by_name(nodes: Sequence[Node]) -> list[Node]:
 # ---- Drains
 
 
-def on_the_move(state: ClusterState, job: Job) -> list[Node]:
+def draining_members(state: ClusterState, job: Job) -> list[Node]:
     """Return the members of the plan that are to be drained."""
     return [state.nodes[name] for name in job.current.members if state.nodes[name].moves_off]
 
 
-def still_there(state: ClusterState, job: Job) -> list[Node]:
+def draining_nodes(state: ClusterState, job: Job) -> list[Node]:
     """Return the nodes to be drained that the job still needs. Nodes that the newest plan leaves
     out are needed until it has committed a step."""
     held = (state.nodes[name] for name in {*job.current.members, *job.current.leaving})
@@ -473,7 +474,7 @@ def still_there(state: ClusterState, job: Job) -> list[Node]:
 
 
 def is_undecided(state: ClusterState, node: Node) -> bool:
-    """Return whether the planner is still to say if the node's work can move off it."""
+    """Return whether the planner has not decided yet if the node's work can move off it."""
     job, drain = state.job, node.drain
     if job is None or drain is None or job.state != "running":
         return False
@@ -481,21 +482,21 @@ def is_undecided(state: ClusterState, node: Node) -> bool:
     return node.moves_off and node.facts.node in job.current.members and not known
 
 
-def is_needed(node: Node) -> bool:
-    """Return whether the node is to be drained, but is kept: it trains on until that changes."""
+def is_kept(node: Node) -> bool:
+    """Return whether the node is to be drained but kept for now, and trains on."""
     return node.drain is not None and bool(node.drain.kept) and not node.drain.force
 
 
-def in_reach(state: ClusterState, job: Job) -> list[Node]:
-    """Return the ready nodes that a plan nothing waits for may count on, by name. Kept ones do."""
-    kept = [node for node in on_the_move(state, job) if is_needed(node)]
+def usable_nodes(state: ClusterState, job: Job) -> list[Node]:
+    """Return the ready nodes that a voluntary plan may use, by name; kept nodes are among them."""
+    kept = [node for node in draining_members(state, job) if is_kept(node)]
     return by_name([n for n in (*state.candidates(job), *kept) if state.is_ready(n, job)])
 
 
-def is_too_much(job: Job, node: Node, without: Answer) -> bool:
-    """Return whether the drain of the node would cost too much, unless it is forced. By the plan
-    without it, the job could lose fewer nodes than it asks for. Shadows that follow make up for a
-    node that an operator wants away, not for one that might do."""
+def lowers_tolerance(job: Job, node: Node, without: Answer) -> bool:
+    """Return whether the node's drain, unless forced, would leave a plan that can lose fewer nodes
+    than the job asks for. Shadows that will follow count for an operator's drain, not for an
+    optional one."""
     drain = node.drain
     if drain is None or drain.force or node.is_quarantined:
         return False
@@ -513,7 +514,7 @@ def undisturbed(state: ClusterState, job: Job) -> bool:
         job.state == "running"
         and not job.seen.peers_lost
         and job.seen.steps.furthest_step < job.spec.training.steps
-        and all(is_needed(node) for node in on_the_move(state, job))
+        and all(is_kept(node) for node in draining_members(state, job))
         and all(state.nodes[name].connected for name in job.current.members)
     )
 
@@ -529,18 +530,18 @@ def next_generation(context: Context, job: Job) -> Generation:
     if job.adopted_in is not None:
         first += (job.adopted_in // GENERATIONS_PER_TERM + 1) * GENERATIONS_PER_TERM
     own = range(first, first + GENERATIONS_PER_TERM)
-    told = (
+    reported = (
         node.seen.status.generation
         for node in context.state.nodes.values()
         if node.connected and node.held is None and node.seen.status.job_id == job.id
         if node.seen.status.generation in own
     )
-    return Generation(max(job.newest_known, *told, first) + 1)
+    return Generation(max(job.newest_known, *reported, first) + 1)
 
 
 def first_peer_lost(job: Job) -> tuple[float, WorkerId, PeerLost] | None:
-    """Return when workers of the newest generation first lost a peer, with a worker's report of it.
-    A worker that has left the others caused the loss, so its report counts before earlier ones."""
+    """Return when workers of the newest generation first lost a peer, and the report. A worker that
+    left on its own caused the others' losses, so its report is preferred to earlier ones."""
     lost = job.seen.peers_lost
     if not lost:
         return None
@@ -551,7 +552,7 @@ def first_peer_lost(job: Job) -> tuple[float, WorkerId, PeerLost] | None:
 def interval_s(job: Job, timing: Detection) -> float:
     """Return the seconds from the loss of a peer to the workers' next rendezvous. It doubles with
     each rendezvous that led to no step, up to a limit."""
-    if job.current.newcomers:  # newcomers are left out where a rendezvous with them has failed
+    if job.current.newcomers:  # try again soon: a failed rendezvous leaves newcomers out
         return timing.regroup_s
     longest = max(timing.regroup_s, timing.longest_regroup_s)
     doublings = min(_MOST_DOUBLINGS, max(0, job.seen.since_step.regroups - 1))
@@ -559,16 +560,16 @@ def interval_s(job: Job, timing: Detection) -> float:
 
 
 def stands_by_until(job: Job, worker: WorkerId) -> float:
-    """Return when the worker may be called better, by this master's clock; 0: at any time."""
-    last, told = job.stand_bys.get(worker), job.slow.get(worker)
-    if last is None or told is None or last.process != told.incarnation:
+    """Return the time, by this master's clock, before which the worker's rate must not be raised;
+    0: none."""
+    last, slow = job.stand_bys.get(worker), job.slow.get(worker)
+    if last is None or slow is None or last.process != slow.incarnation:
         return 0.0
     return job.seen.stand_by_times[worker].until
 
 
 def next_stand_by_end(context: Context, job: Job) -> float | None:
-    """Return when the next stand-by worker may be called better; None: all may, or none stands
-    by."""
+    """Return when the next stand-by worker's rate may be raised; None: no such time is ahead."""
     due = (
         stands_by_until(job, worker)
         for worker in job.slow
@@ -581,7 +582,7 @@ def next_stand_by_end(context: Context, job: Job) -> float | None:
 
 
 def key_of(job: Job, nodes: Sequence[Node]) -> str:
-    """Return the name of the measurements that hold for `job` on `nodes`."""
+    """Return the key of the measurements that apply to `job` on `nodes`."""
     per_host = Counter[str]()
     for node in nodes:
         per_host[node.facts.hostname] += node.facts.worker_slots
@@ -595,7 +596,7 @@ def key_of(job: Job, nodes: Sequence[Node]) -> str:
 
 
 def unusable_profile(state: ClusterState, job: Job, ready: Sequence[Node], key: str) -> str:
-    """Return why the stored profile of that name is not for `job`; empty: it may be used."""
+    """Return why the stored profile of that key cannot be used for `job`; empty: it can."""
     why = state.unusable_profiles.get(key, "")
     if (stored := state.profiles.get(key)) is not None:
         try:

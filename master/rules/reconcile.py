@@ -41,7 +41,7 @@ def reconcile(
 ) -> Decision:
     """Return what to do next, when to look again, and why. Pure: no clock, no I/O, no randomness.
 
-    `planner` gives the plans; None: they are made at once.
+    `planner` makes the plans; None: they are computed synchronously.
     """
     context = Context(
         state=state,
@@ -72,8 +72,8 @@ def reconcile(
             reasons.append(decision.reason)
         held, awaits = held or decision.holds_plans, awaits or decision.awaits
         why_idle = why_idle or decision.why_idle
-    told = "; ".join(reasons)
-    return Decision(wake_at=wake_at, reason=told, awaits=awaits, why_idle=why_idle)
+    reason = "; ".join(reasons)
+    return Decision(wake_at=wake_at, reason=reason, awaits=awaits, why_idle=why_idle)
 
 
 def _of_job(rule: JobRule) -> Rule:
@@ -114,7 +114,7 @@ _RULES: tuple[Rule, ...] = (
     faults.put_aside,
     # A node is released only after this count of its failures, and in time for the plans.
     faults.release,
-    # So are sick ones; none is taken out in the same look that wants it back.
+    # Sick nodes are taken back here too, before others are taken out.
     draining.take_back,
     draining.take_out,
     # A drained node is released before a plan could need it again.
@@ -123,7 +123,7 @@ _RULES: tuple[Rule, ...] = (
     jobs.note_checkpoint,
     # A step ends an incident: evidence found below belongs to the next one.
     _of_plan(jobs.first_step),
-    # The same for a step that only repeats known ones.
+    # The same holds for a step that repeats known ones.
     _of_job(jobs.caught_up),
     # A job that has failed by its own fault blames no node, and is not planned again.
     _of_job(faults.fail_job),
@@ -139,7 +139,7 @@ _RULES: tuple[Rule, ...] = (
     _of_plan(losses.give_up_late),
     # The first plan; the rules above and below are about losses of later ones.
     _of_plan(first_plan.start, made=False),
-    # Declared losses are answered first: they say more than lack of progress does.
+    # Declared losses are answered before lack of progress, which says less.
     _of_plan(replan.replan),
     # A lost peer leads to a new rendezvous only if no node or worker is missing.
     _of_plan(stalls.meet_after_peer_loss),
@@ -154,10 +154,10 @@ _RULES: tuple[Rule, ...] = (
     # plan does both.
     _of_plan(draining.move_off),
     _of_plan(boundary.join),
-    # A join is by templates as well: no state moves twice.
+    # A join also makes a plan of templates, so a follow-up after it would move state twice.
     _of_plan(boundary.follow_up),
-    # Uneven shares are last: a plan with a follow-up due is the wrong one to change.
+    # Uneven shares are last: a plan with a follow-up due will be replaced anyway.
     _of_plan(boundary.even_out),
 )
-#: Clean-up of what no other rule depends on; it runs even while other rules wait.
+#: Clean-up that no other rule depends on; it runs even while other rules wait.
 _AT_LAST: tuple[Rule, ...] = (losses.forget_nodes, jobs.forget_jobs)

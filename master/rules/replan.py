@@ -1,12 +1,14 @@
-"""Rule about plans after losses and doubts, and the end of a job whose state is lost for good.
+"""Rule about plans after losses, and the end of a job whose state is lost for good.
 
 Must not know how plans are made.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from oobleck.core.errors import PlanInfeasible
 from oobleck.core.plan import Plan
+from oobleck.core.routes import LayerLost
 from oobleck.host.detection import GATHER_WORDS_S
 from oobleck.master.events.jobs import Cause
 from oobleck.master.events.nodes import (
@@ -34,6 +36,7 @@ from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.job import Job
 from oobleck.master.state.node import Node
 from oobleck.planner.recovery import course
+from oobleck.planner.recovery.answer import Answer
 
 
 def replan(context: Context, job: Job) -> Decision | None:
@@ -45,13 +48,15 @@ def replan(context: Context, job: Job) -> Decision | None:
     members = [state.nodes[name] for name in job.current.members]
     away = [node for node in members if not node.connected]
     if away:
-        # Until that is known the job does not give way.
+        # No wait for nodes yet, so the job does not give way.
         reason = f"{names(away)}: back, or lost after the lease, before planning"
         return Decision(reason=reason, holds_plans=True)
     unready = [node for node in members if not state.is_ready(node, job)]
     if job.current.put_back and (start := get_ready(context, job)) is not None:
         return start
-    coming = questions.coming(state, job, unready) if job.current.losses and not again else []
+    coming = (
+        questions.nodes_starting(state, job, unready) if job.current.losses and not again else []
+    )
     missing = [node for node in unready if node not in coming]
     patience = _for_replacements(context, job, missing)
     if patience and not all(questions.takes_longer(job, node) for node in missing):
@@ -67,47 +72,36 @@ def replan(context: Context, job: Job) -> Decision | None:
     except PlanInfeasible as infeasible:
         why = infeasible
         given_up_at = questions.given_up_at(context, job)
-        if not job.has_checkpoint and (gone := questions.away(state, job)) is not None:
-            why = without_state(context, job, gone)  # fresh nodes alone do not help
+        if not job.has_checkpoint and (gone := questions.layers_away(state, job)) is not None:
+            why = without_state(context, job, gone)  # new nodes without state do not help
         waits = replace(wait(state, job, why), wake_at=given_up_at)
         return patience or _give_up_lost(context, job) or waits
-    found = answer.found
-    if not any(is_up(state, worker) for worker in found.plan.workers):
+    made = answer.found
+    if not any(is_up(state, worker) for worker in made.plan.workers):
         return Decision(reason=f"{names(coming)}: to be up before planning")
     if job.state == "waiting for nodes":
-        # Nodes that return after the same disturbance return together.
-        here = (*live, *(state.nodes[name] for name in found.plan.nodes))  # some may be drained
+        # Wait for all nodes that return after the same disturbance.
+        here = (*live, *(state.nodes[name] for name in made.plan.nodes))  # some may be drained
         due = max(node.seen.ready_at or context.now for node in here) + context.timing.join_settle_s
         if context.now < due:
-            # It resumes in a moment, so it does not give way.
+            # No wait for nodes yet, so the job does not give way.
             return Decision(
                 wake_at=due, reason="enough nodes are here; more may follow", holds_plans=True
             )
-    reason = found.reason
-    lost = questions.lost_layers(state, job, found.plan)
+    lost = questions.lost_layers(state, job, made.plan)
     if lost is not None and patience:
         return patience
-    if lost is not None:
-        reason += f"; {lost}, so that all {_way_back(job)}"
-    elif answer.policy == course.MORPH:
-        reason += f"; all {_way_back(job)}"
-    if coming:
-        reason += f"; a process is being started on {names(coming)}"
-    if missing:
-        reason += f"; no replacement was ready in time on {names(missing)}"
-    cause = _cause(job, found.plan)
-    wanted = job.spec.recovery.policy
-    if cause == "worker lost" and course.routes_losses(wanted) and answer.policy == course.MOVING:
-        reason += f"; not by {wanted}: the node is there, with a new process"
+    cause = _cause(job, made.plan)
+    reason = _reason(job, answer, cause, lost, coming, missing)
     if cause == "worker lost" and (end := met_enough(context, job, _worker_losses(job))):
         return end
     event = plan_made(
         context,
         job,
-        found.plan,
+        made.plan,
         boundary=False,
         cause=cause,
-        rule=found.rule,
+        rule=made.rule,
         reason=reason,
         restore=lost is not None or answer.policy == course.MORPH,
         policy=answer.policy,
@@ -116,6 +110,30 @@ def replan(context: Context, job: Job) -> Decision | None:
         answer=answer,
     )
     return Decision(actions=(event,), reason=reason)
+
+
+def _reason(
+    job: Job,
+    answer: Answer,
+    cause: Cause,
+    lost: LayerLost | None,
+    coming: Sequence[Node],
+    missing: Sequence[Node],
+) -> str:
+    """Describe for operators why this plan was made, and what it does without."""
+    reason = answer.found.reason
+    if lost is not None:
+        reason += f"; {lost}, so that all {_way_back(job)}"
+    elif answer.policy == course.MORPH:
+        reason += f"; all {_way_back(job)}"
+    if coming:
+        reason += f"; a process is being started on {names(coming)}"
+    if missing:
+        reason += f"; no replacement was ready in time on {names(missing)}"
+    wanted = job.spec.recovery.policy
+    if cause == "worker lost" and course.routes_losses(wanted) and answer.policy == course.MOVING:
+        reason += f"; not by {wanted}: the node is there, with a new process"
+    return reason
 
 
 def _for_replacements(context: Context, job: Job, missing: list[Node]) -> Decision | None:
@@ -132,16 +150,16 @@ def _wait_for_reports(context: Context, job: Job, patience_s: float) -> Decision
     """Wait while agents may still report that their workers have entered the newest plan, if
     without such reports some state has no holder; None: do not wait.
 
-    `patience_s` counts from the newest loss, or from the start of this head, which has forgotten
-    the losses before it.
+    `patience_s` counts from the newest loss, or from the start of this head, which does not know
+    earlier loss times.
     """
     seen = job.seen
     since = [seen.since, *(at for at, _ in seen.peers_lost.values())]
     since += [seen.loss.declared_at] if seen.loss is not None else []
     due = max(since) + patience_s
-    if context.now >= due or not questions.may_be_untold(context.state, job):
+    if context.now >= due or not questions.may_be_unreported(context.state, job):
         return None
-    reason = "agents may have more to tell of the way into the plan"
+    reason = "agents may still report that their workers have entered the plan"
     return Decision(wake_at=due, reason=reason, holds_plans=True)
 
 
@@ -163,14 +181,14 @@ def _way_back(job: Job) -> str:
 
 
 def _unanswered(job: Job) -> bool:
-    """Return whether losses were taken back before a plan, so that some workers may have stopped
-    training."""
+    """Return whether declared losses were taken back before a plan was made, so that some workers
+    may have stopped training."""
     return job.state == "reconfiguring" and not job.current.on_the_way
 
 
 def _forsaken(state: ClusterState, job: Job) -> bool:
-    """Return whether the workers met and found a layer without a holder or a checkpoint. When the
-    plan was made, a step that lost workers had committed with them was not yet reported."""
+    """Return whether the workers met and found a layer with neither a holder nor a checkpoint. That
+    happens if the plan was made before the report of a step that lost workers had committed."""
     if (
         job.current.made is None
         or not job.current.on_the_way
@@ -209,7 +227,7 @@ def give_up_lost(context: Context, job: Job) -> Decision | None:
     from a checkpoint or anew, or the state may be found."""
     if job.has_checkpoint or job.may_have_checkpoint or job.spec.on_state_lost == "restart":
         return None
-    if (lost := questions.gone_for_good(context, job)) is None:
+    if (lost := questions.layers_gone(context, job)) is None:
         return None
     why = [
         f"{loss.node}: {loss.reason}" for loss in job.current.losses if isinstance(loss, NodeLost)

@@ -1,16 +1,14 @@
 """Rules about lack of progress though no worker is missing: the safety net of all other rules.
 
-1. Workers that lost a peer meet anew, at ever longer intervals. The job fails only if many
-   rendezvous and a long time have led to no step.
+1. Workers that lost a peer meet anew, at growing intervals. The job fails only after many
+   rendezvous and a long time without a step.
 2. If the data network has cut nodes off, the others continue without them. Workers report which
-   peers
-   they cannot reach; two such nodes cannot both take part. The nodes left out are the fewest that
-   leave no such pair, and on a tie those whose loss costs less.
+   peers they cannot reach; two such nodes cannot both take part. The nodes left out are the fewest
+   that leave no such pair, and on a tie those whose loss costs less.
 3. If there is no progress at all (a message never arrives, a bug), the workers meet anew. They do
    so in a new generation of the same plan, at another worker. If some do not join that rendezvous,
-   their
-   nodes begin anew and the others continue. If they cannot, all meet again, each time after twice
-   as long.
+   their nodes begin anew and the others continue. If they cannot, all meet again, each time after
+   twice as long.
 
 For cut nodes, reports of all other workers about peers are proof enough, and the others continue at
 once. One node's report against another's proves nothing. Several nodes are given up only if they
@@ -61,8 +59,8 @@ def next_rendezvous(job: Job, timing: Detection, now: float) -> str:
         if job.seen.since_step.regroups
         else ""
     )
-    told = lost.detail if lost.left else f"{worker} lost a peer: {lost.detail}"
-    return f"{told}; the workers meet again in {left_s:.0f} s{before}"
+    cause = lost.detail if lost.left else f"{worker} lost a peer: {lost.detail}"
+    return f"{cause}; the workers meet again in {left_s:.0f} s{before}"
 
 
 def rouse(context: Context, job: Job) -> Decision | None:
@@ -72,9 +70,9 @@ def rouse(context: Context, job: Job) -> Decision | None:
     if since is None or job.all_finished():
         return None
     if not all(context.state.nodes[name].connected for name in job.current.members):
-        return None  # until they return, or their leases end
+        return None  # wait until they return or their leases end
     if first_peer_lost(job) is not None:
-        return None  # they meet again in time anyway
+        return None  # a rendezvous is due already
     due = since + _patience_s(context, job)
     if context.now < due:
         return Decision(wake_at=due)
@@ -85,7 +83,7 @@ def rouse(context: Context, job: Job) -> Decision | None:
     names = ", ".join(map(str, absent))
     reason = f"no progress for {idle_s:.0f} s though nobody is missing"
     if absent:
-        reason += f"; {names} did not come, and the others cannot go on without"
+        reason += f"; {names} did not join the others, which cannot go on without"
     return meet_again(context, job, cause="no progress", reason=reason, detect_s=idle_s)
 
 
@@ -106,7 +104,7 @@ def _patience_s(context: Context, job: Job) -> float:
     else:
         limit_s = patience_s(timing.stall_s, usual_s)
     if _busy(context, job):
-        # The others wait for this worker: its agent finds sooner than this whether it hangs.
+        # The others wait for a busy worker; if it hangs, its agent notices before this limit.
         limit_s = max(limit_s, timing.storage_s + timing.stall_s)
     return limit_s * float(2 ** max(0, seen.since_step.stalls - 1))
 
@@ -142,7 +140,7 @@ def _moving_s(spec: JobSpec, plan: Plan, worker_slots: int) -> float:
 
 def _absent(job: Job) -> tuple[WorkerId, ...]:
     """Return the workers missing at the newest generation's rendezvous where others have arrived;
-    empty where all are missing or none is."""
+    empty if none or all are missing."""
     made, timeline = job.current.made, job.seen.timeline
     if made is None or made.boundary or timeline is None:
         return ()
@@ -157,14 +155,14 @@ def _absent(job: Job) -> tuple[WorkerId, ...]:
 def _give_up(
     context: Context, job: Job, absent: Sequence[WorkerId], idle_s: float
 ) -> Decision | None:
-    """Have the absent workers' nodes begin anew; None: the others need their state."""
+    """Reset the nodes of the absent workers; None: the others need their state."""
     if not absent or not can_spare(context, job, {worker.node for worker in absent}):
         return None
     out: list[NodeLeftOut | NodeReset] = []
     for name in sorted({worker.node for worker in absent}):
-        who = ", ".join(str(worker) for worker in absent if worker.node == name)
+        names = ", ".join(str(worker) for worker in absent if worker.node == name)
         generation = job.current.generation
-        why = f"{who} did not come to the others of generation {generation} for {idle_s:.0f} s"
+        why = f"{names} did not come to the others of generation {generation} for {idle_s:.0f} s"
         if name in job.current.newcomers:
             out.append(left_out(job, context.state.nodes[name], why))
         else:
@@ -178,15 +176,17 @@ Nodes = frozenset[NodeName]
 def give_up_at_once(context: Context, job: Job) -> Decision | None:
     """Leave out the fewest nodes without which all others reach each other, if all others have
     reported. None: they have not, or the nodes are needed."""
-    told = {worker: lost.unreached for worker, (_, lost) in job.seen.peers_lost.items()}
+    unreached = {worker: lost.unreached for worker, (_, lost) in job.seen.peers_lost.items()}
     pairs = _proven(
-        {(by.node, peer.node) for by, peers in told.items() for peer in peers},
-        {worker.node for worker in told},
+        {(by.node, peer.node) for by, peers in unreached.items() for peer in peers},
+        {worker.node for worker in unreached},
     )
 
     def clear(nodes: Nodes) -> bool:
         few = len(nodes) == 1 or 2 * len(nodes) < len(job.current.members)
-        return few and {w for w in job.current.processes() if w.node not in nodes} <= told.keys()
+        return (
+            few and {w for w in job.current.processes() if w.node not in nodes} <= unreached.keys()
+        )
 
     ways = sorted(_ways(job, pairs), key=clear, reverse=True)
     if not any(map(clear, ways)):
@@ -199,7 +199,7 @@ def give_up_at_once(context: Context, job: Job) -> Decision | None:
     return _go_on_without(context, job, nodes, pairs, detect_s=detect_s)
 
 
-def _proven(accusations: Set[tuple[NodeName, NodeName]], told: Set[NodeName]) -> set[Pair]:
+def _proven(accusations: Set[tuple[NodeName, NodeName]], reporters: Set[NodeName]) -> set[Pair]:
     """Return the pairs of nodes that do not reach each other. A pair is contested, and left out, if
     one node's report is the only complaint about either, and both have reported."""
     pairs = {ordered(by, of) for by, of in accusations if by != of}
@@ -207,7 +207,7 @@ def _proven(accusations: Set[tuple[NodeName, NodeName]], told: Set[NodeName]) ->
 
     def contested(pair: Pair) -> bool:
         alone = all(degrees[node] == 1 for node in pair)
-        return alone and set(pair) <= told and not {pair, pair[::-1]} <= accusations
+        return alone and set(pair) <= reporters and not {pair, pair[::-1]} <= accusations
 
     return {pair for pair in pairs if not contested(pair)}
 
@@ -223,7 +223,7 @@ def give_up(context: Context, job: Job) -> Decision | None:
 
     def agreed(nodes: Nodes) -> bool:
         if nodes <= set(job.current.newcomers):
-            # They have trained nothing, and cost the others every rendezvous.
+            # Newcomers have no state, and every rendezvous with them fails.
             return bool(job.seen.since_step.regroups and context.timing.quarantine_s)
         return nodes in _ways(job, before)
 
@@ -286,7 +286,7 @@ def _events(
         node=name,
         reason=reason,
         cut_off=True,
-        keeps_workers=aside,  # else it would be in the next plan with them
+        keeps_workers=aside,  # without quarantine it would be in the next plan again
         detect_s=detect_s,
     )
     if aside:
@@ -295,8 +295,8 @@ def _events(
 
 
 def _reason(job: Job, name: NodeName, pairs: Set[Pair]) -> str:
-    told = {node for pair in pairs if name in pair for node in pair}
-    others = sorted(told & set(job.current.members) - {name})
+    peers = {node for pair in pairs if name in pair for node in pair}
+    others = sorted(peers & set(job.current.members) - {name})
     if len(others) == 1:
         return f"data network between {name} and {others[0]} is cut"
     return f"data network of {name} is cut: {', '.join(others)} do not reach it"
@@ -342,7 +342,7 @@ def meet_after_peer_loss(context: Context, job: Job) -> Decision | None:
     if (without := give_up(context, job)) is not None:
         return without
     if job.current.newcomers and job.seen.since_step.regroups:
-        why = f"the workers do not come together with it: {worker} lost a peer: {lost.detail}"
+        why = f"the workers cannot meet with it: {worker} lost a peer: {lost.detail}"
         out = tuple(left_out(job, state.nodes[node], why) for node in job.current.newcomers)
         return Decision(actions=out, reason=why)
     reason = f"{worker} lost a peer though nobody is missing: {lost.detail}"

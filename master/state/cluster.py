@@ -5,10 +5,10 @@
 the fields called `seen`. These are observed, live as long as this master process, and start anew
 with `MasterStarted`. Must not know the clock, files, gRPC or how decisions are made.
 
-A history is one journal and all copies of it. Each start of a head has a random id, and writes a
-stretch of the journal alone. So two journals share the stretches of the starts that both know; of
-the last one they share as much as the shorter journal has. Each head that continues from a copy
-begins a term, so that agents know which head to follow.
+A history is one journal and all copies of it. Each start of a head has a random id, and only that
+head writes the events after it. So two journals share the events of the starts that both know; of
+the last such start, as many as the shorter journal has. Each head that continues from a copy begins
+a term, so that agents know which head to follow.
 """
 
 from collections import Counter, deque
@@ -30,14 +30,15 @@ from oobleck.proto.types import Assignment, Head
 
 #: Length of random ids.
 ID_BYTES = 16
-#: Generations of a job per term. Generations of different terms never collide, since an agent skips
-#: a plan whose generation is not above that of the last.
+#: Generations of a job per term. Terms must not share generations: agents skip a plan whose
+#: generation is not above the last one's.
 GENERATIONS_PER_TERM = 100_000
 #: Starts that are remembered; an older one counts as unknown.
 _KNOWN_STARTS = 256
-#: Largest believed distance of a term above this head's own. Else one lie would use up all terms.
+#: Most terms that a reported term may be above this head's own: otherwise one false report would
+#: use up all terms.
 _MOST_AHEAD = 1000
-#: Remembered requests about nodes, one for each node, so that a repeated one is recognised.
+#: Most remembered requests about nodes, by which a repeated one is recognised.
 _KNOWN_REQUESTS = 4096
 
 
@@ -92,7 +93,7 @@ class History:
         )
 
     def start(self, start: str, sequence: int) -> None:
-        """Note that a head has started with that event."""
+        """Note a start of a head, whose first event has number `sequence`."""
         self.starts = [*self.starts, Start(id=start, since=sequence)][-_KNOWN_STARTS:]
 
     def shared(self, other: Head, sequence: int) -> int:
@@ -106,7 +107,7 @@ class History:
                 following = self.starts[index + 1 : index + 2]
                 end = following[0].since - 1 if following else sequence
                 return min(other.sequence, end)
-        # This start's events are not shared, nor are terms that the other head does not have.
+        # Events of this start are not shared, nor those of terms that the other head lacks.
         theirs = other.term, other.begun_by
         own = (
             term.since
@@ -116,27 +117,29 @@ class History:
         return min(next(own, sequence + 1), self.starts[-1].since) - 1
 
     def lacks(self, other: Head, sequence: int) -> int:
-        """Return a lower bound on the other head's events that this journal, up to `sequence`,
-        lacks. Its start may be one of them."""
+        """Return a lower bound of the number of the other head's events that this journal, up to
+        `sequence`, lacks."""
         known = any(start.id == other.start for start in self.starts)
         return max(other.sequence - self.shared(other, sequence), 0 if known else 1)
 
     def next_number(self, above: int = 0) -> int:
-        """Return the number of a new term. It is above all terms of this history, and above `above`
-        if that can be another head's term."""
+        """Return the number of a new term, above all terms of this history, and above `above`
+        unless that is implausible."""
         newest = self.terms[-1].number if self.terms else 0
         if above > newest + _MOST_AHEAD:
             above = newest
         return min(max(newest, above) + 1, MOST_TERM)
 
 
-def version_pairs(found: Differences) -> list[str]:
-    """List each version that differs, in the form in which the job remembers reported ones."""
-    return [f"{package} {version}" for package, versions in found.items() for version in versions]
+def version_pairs(differences: Differences) -> list[str]:
+    """List each version that differs, in the form of `Lineage.mixed`."""
+    return [
+        f"{package} {version}" for package, versions in differences.items() for version in versions
+    ]
 
 
 def _most_common(values: Iterable[str]) -> str:
-    """Return the most common value, of equals the first one; empty ones do not count."""
+    """Return the most common value, the first one on a tie; empty values do not count."""
     counts = Counter(value for value in values if value)
     return counts.most_common(1)[0][0] if counts else ""
 
@@ -157,7 +160,7 @@ class ClusterState:
     profiles: dict[str, Profile] = field(default_factory=dict)
     unusable_profiles: dict[str, str] = field(default_factory=dict)
     active: JobId | None = None
-    #: Workers per node and the build for which the nodes' desired states were computed.
+    #: Workers per node and build that the nodes' desired states are for.
     asked_of_all: tuple[int | None, Build] = field(
         default=(None, Build()), repr=False, compare=False
     )
@@ -167,11 +170,11 @@ class ClusterState:
     losses: Losses = field(default_factory=Losses)
     #: History of the journal that the state follows from.
     history: History = field(default_factory=History)
-    #: The newest term began in this master's life, and is not the first of its history.
+    #: True if the newest term began in this master's life and is not the first of its history.
     began_term: bool = False
-    #: Most events that an agent has heard and this journal lacks, and the node that reported them.
+    #: Largest number of events that an agent knows and this journal lacks, and the agent's node.
     behind: tuple[int, NodeName] | None = None
-    #: Head that agents follow instead of this one, and the last node that said so.
+    #: Head that agents follow instead of this one, and the node that reported it last.
     superseded: tuple[Head, NodeName] | None = None
 
     def losses_until(self, unix: float) -> Losses:
@@ -188,11 +191,11 @@ class ClusterState:
     @property
     def held(self) -> dict[JobId, list[Node]]:
         """Nodes that train unknown or queued jobs, by job, sorted by name."""
-        found: dict[JobId, list[Node]] = {}
+        held: dict[JobId, list[Node]] = {}
         for _, node in sorted(self.nodes.items()):
             if node.held is not None:
-                found.setdefault(node.held.job_id, []).append(node)
-        return found
+                held.setdefault(node.held.job_id, []).append(node)
+        return held
 
     @property
     def job(self) -> Job | None:
@@ -207,10 +210,9 @@ class ClusterState:
         return max(counts, key=lambda slots: (counts[slots], slots)) if counts else None
 
     def common_build(self, job: Job) -> Build:
-        """Return the engine and series of torch that a plan of the job may use. The newest plan's
-        are used while any node that could take part has them. Else the most common ones among those
-        nodes are used; on a tie, the first node's. Empty: any will do. A member that is to be
-        drained still takes part."""
+        """Return the engine and series of torch for the job's plans: those of the newest plan while
+        a node that could take part has them, else the most common ones among such nodes (on a tie,
+        the first node's). Empty: any will do. A member that is to be drained still takes part."""
         slots, made = self.worker_slots(job), job.current.made
         mixed, engine = job.spec.allow_mixed_versions, ""
         if made is not None:
@@ -232,8 +234,8 @@ class ClusterState:
         return Build(torch=torch, engine=engine)
 
     def required_build(self, job: Job) -> Build:
-        """Return the build that a node needs to get work of the job. Before the first plan, which
-        chooses one, any build will do."""
+        """Return the build that a node needs to get work of the job; any build before the first
+        plan, which chooses it."""
         return self.common_build(job) if job.current.made is not None else Build()
 
     def candidates(self, job: Job) -> list[Node]:
@@ -252,8 +254,8 @@ class ClusterState:
         """Return the nodes that fit the job, have compatible builds and run its code, and the
         others with the reason."""
         wanted = self.common_build(job)
-        found = [(node, node.why_not_in(job.spec, wanted)) for node in self.fit(job)]
-        return [node for node, why in found if not why], [(n, why) for n, why in found if why]
+        reasons = [(node, node.why_not_in(job.spec, wanted)) for node in self.fit(job)]
+        return [node for node, why in reasons if not why], [(n, why) for n, why in reasons if why]
 
     def versions_of(self, nodes: Iterable[NodeName]) -> Differences:
         """Return the versions of packages that differ between the nodes."""
@@ -274,8 +276,8 @@ class ClusterState:
         )
 
     def is_ready(self, node: Node, job: Job) -> bool:
-        """Return whether a worker of the job is up in every slot of the node. Those known to have
-        exited do not count: the last status may be older."""
+        """Return whether a worker of the job is up in every slot of the node. Workers known to have
+        exited do not count, even if the last status lists them."""
         status = node.seen.status
         up = [w for w in status.workers if w.card and not job.seen.is_gone(w.incarnation)]
         here = node.connected and node.held is None and status.job_id == job.id

@@ -1,9 +1,9 @@
 """Evidence of failures from agents, peers and streams, kept until an event carries it to the
 journal.
 
-Kept beside the rules' own evidence: a rule needs the fact of a failure, an operator later its
-witnesses and times. Bounded, and the oldest entries are dropped: a stream that closed and opened
-again, or a peer's report without a loss, belongs to no incident.
+Rules need only the fact of a failure; this keeps its witnesses and times for operators. Bounded,
+oldest dropped first: some entries belong to no incident, such as a stream that closed and opened
+again, or a peer's report without a loss.
 """
 
 from statistics import median
@@ -18,7 +18,7 @@ from oobleck.master.state.incident import MOST_EVIDENCE, describe_exit
 from oobleck.master.state.job import Job
 from oobleck.proto.types import Hung, WorkerExited
 
-#: Older evidence has nothing to do with a failure that is found now.
+#: Seconds after which evidence is unrelated to a failure that is found now.
 _STALE_S = 60.0
 #: Lines of a dead process's output that are kept, and characters of each.
 _TAIL_LINES = 12
@@ -67,14 +67,14 @@ def forget_stream(job: Job, node: str) -> None:
 
 
 def forget_node(job: Job, node: str) -> None:
-    """Forget the node's evidence, since the job continues and never counted on the node."""
+    """Forget the node's evidence: the job never used the node, and continues."""
     job.seen.evidence = [
         (at, s) for at, s in job.seen.evidence if s.observer.partition("/")[0] != node
     ]
 
 
 def carried(job: Job, now: float) -> tuple[Evidence, ...]:
-    """Return the evidence for an event decided on now, whose application clears it."""
+    """Return the evidence for an event that is decided now; applying the event clears it."""
     return tuple(
         msgspec.structs.replace(evidence, ago_s=now - at)
         for at, evidence in job.seen.evidence
@@ -124,7 +124,7 @@ def _keep(job: Job, now: float, by: str, observer: str, about: str, saw: str) ->
 def _add(job: Job, now: float, evidence: Evidence) -> None:
     seen = job.seen
     if any(evidence == known for _, known in seen.evidence):
-        return  # reported again in a new session
+        return  # a repetition in a new session
     if len(seen.evidence) >= MOST_EVIDENCE:
         seen.evidence = [(at, s) for at, s in seen.evidence if now - at <= _STALE_S]
     if len(seen.evidence) < MOST_EVIDENCE:
@@ -145,20 +145,20 @@ def transition_stats(job: Job, now: float) -> ReconfigurationStats | None:
 
 
 def _stall_s(job: Job, now: float) -> float | None:
-    """Return the seconds without a committed step before the newest generation's first one, less
-    one usual step; None: it has no step yet, or the one before it is not known."""
+    """Return the seconds between the last step before the newest generation and its first one, less
+    one usual step; None: one of the two is not known."""
     seen = job.seen
     recent, generation = job.seen.steps.recent, job.current.generation
     before = [record for record in recent if record.generation < generation]
     if not before and job.seen.steps.last_before is not None:
-        before = [job.seen.steps.last_before]  # many steps may be reported at once
+        before = [job.seen.steps.last_before]  # the newest record may already be of later steps
     first = next((record for record in recent if record.generation >= generation), None)
     if first is not None:
         if before and first.step > before[-1].step + 1:
-            return None  # records between them are late
+            return None  # records of steps between are late
         at = first.time
     elif seen.steps.redone is not None and seen.steps.redone[0] == generation:
-        at = job.seen.unix(now)  # a step that is done again has no second record
+        at = job.seen.unix(now)  # a repeated step has no second record
     else:
         return None
     if not before:
@@ -172,7 +172,7 @@ def _observed_stats(job: Job, now: float, detect_s: float) -> ReconfigurationSta
     if timeline is not None:
         end = now if timeline.first_step_at is None else timeline.first_step_at
         return timeline.stats(end, job.unanswered())
-    # Another master process made the plan, and only the calendar spans both.
+    # An earlier master process made the plan, so only Unix time spans both.
     first = next(
         (r.time for r in job.seen.steps.recent if r.generation >= job.current.generation),
         job.seen.unix(now),

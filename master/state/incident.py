@@ -4,8 +4,8 @@ An incident is a failure with all its consequences, until training resumes or th
 follows from journaled events (`oobleck.master.state.incidents` makes it,
 `oobleck.master.storage.incident_lines` writes it). One incident has any number of setbacks, since a
 second loss may occur while the first is answered; `root_cause` is the one that began it. A peer's
-closed connection is never a setback, only evidence: it shows a fault, not its place. Slow workers,
-which have not failed, make a `Slowdown`.
+closed connection is never a setback, only evidence: it does not show which end failed. Slow
+workers, which have not failed, make a `Slowdown`.
 """
 
 import re
@@ -44,9 +44,9 @@ Kind = Literal[
     "site away",
     "slow worker",
 ]
-#: Kinds that show a fault and not its cause.
+#: Kinds that show a fault but not its cause.
 _VAGUE: tuple[Kind, ...] = ("peers disconnected", "no progress", "job failed")
-#: Kinds that no error in the job's code causes in another process.
+#: Kinds that an error in the job's code cannot cause in another process.
 _ELSEWHERE: tuple[Kind, ...] = (
     "node lost",
     "agent restarted",
@@ -60,13 +60,12 @@ _CONNECTION = re.compile(
     r"lost a peer|socket (was )?closed|ConnectionError|ConnectionResetError",
     re.IGNORECASE,
 )
-#: Nodes that fall silent within this time do so together, if they are this part of the plan's
-#: nodes.
+#: Seconds within which nodes fall silent together, and the least part of the plan's nodes for that.
 _TOGETHER_S = 5.0
 _NEARLY_ALL = 0.9
-#: A worker that ends within this time of its whole node ends because of it.
+#: Seconds around the loss of a node within which the end of its worker is a consequence.
 _SAME_FALL_S = 10.0
-#: Pieces of evidence kept per incident, the first ones.
+#: Most pieces of evidence kept per incident: the first ones.
 MOST_EVIDENCE = 64
 #: Workers that are no longer slow, and plans, kept per slowdown, the newest ones. One slow worker
 #: may keep a slowdown open for weeks.
@@ -74,7 +73,7 @@ MOST_KEPT = 64
 
 
 class Setback(msgspec.Struct, frozen=True, kw_only=True):
-    """Failure of one thing: a process, a node, the network or the job."""
+    """Failure of one process, of a node, of the network or of the job."""
 
     kind: Kind
     #: Empty: no particular node.
@@ -96,11 +95,11 @@ class Setback(msgspec.Struct, frozen=True, kw_only=True):
     declared_at: float
     #: How the master itself found it: lease | progress.
     found_by: str = ""
-    #: The master was away too, and has not heard of the node since.
+    #: True if the master was away too and has not heard from the node since.
     with_master: bool = False
-    #: It had reported a lost peer before.
+    #: True if it had reported a lost peer before.
     lost_peer: bool = False
-    #: Agent that has returned since on a lost node; empty: none.
+    #: Agent that has returned since on the lost node; empty: none.
     back: Literal["", "same agent", "another agent"] = ""
 
     @property
@@ -157,16 +156,15 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def stands_since(self) -> float:
-        """Unix time at which training stopped. It is later than the first evidence where silent
-        nodes train on, as when only the head is cut off."""
+        """Unix time at which training stopped: later than the first evidence if silent nodes
+        trained on, as when only the head was cut off."""
         return max(self.opened_at, self.trained_until or 0.0)
 
     @property
     def root_cause(self) -> Setback:
-        """Setback that began the incident. The job's own error goes before all others, then the
-        first setback that is no consequence of another. Lack of progress counts only where no other
-        setback is known. A cut-off head and a site have no recorded setback, so one is made for
-        them."""
+        """Setback that began the incident: the job's own error, else the first setback that is no
+        consequence of another. Lack of progress counts only if no other setback is known. A cut-off
+        head, or site, has no setback of its own, so one is made for it."""
         first = min(self.setbacks, key=self._order)
         if first in self.silenced and self.head_is_cut_off:
             return self._cut_off()
@@ -174,7 +172,8 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def silenced(self) -> tuple[Setback, ...]:
-        """Nodes that fell silent together, if nearly all: they, or the head, lost the network."""
+        """Losses of nodes that fell silent together, if these are nearly all: they, or the head,
+        lost the network."""
         lost = [s for s in self.setbacks if s.kind == "node lost" and s.found_by == "lease"]
         first = min((s.evidence_at for s in lost), default=0.0)
         together = tuple(s for s in lost if s.evidence_at - first <= _TOGETHER_S)
@@ -183,8 +182,8 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def head_is_cut_off(self) -> bool | None:
-        """True if the head was cut off, rather than the nodes that fell silent together. It was if
-        most of them are back and none of their agents is a new one. None: no node is back yet."""
+        """True if the head was cut off rather than the nodes that fell silent together: most are
+        back, all with the same agents. None: no node is back yet."""
         back = [s.back for s in self.silenced]
         if "another agent" in back:
             return False
@@ -219,9 +218,9 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True):
         return rank, setback.evidence_at
 
     def split(self, apart: "Incident") -> tuple["Incident", "Incident"] | None:
-        """Return this incident without the job's own error, the only setback of `apart`, and that
-        with all that the error did; None: they are one. They are two if this one began before, and
-        in other processes."""
+        """Split off the job's own error (the only setback of `apart`) with its consequences, if
+        this incident began before it and in other processes. Return both incidents; None: they are
+        one."""
         (error,) = apart.setbacks
         by_error = tuple(s for s in self.setbacks if self._is_by(s, error))
         others = tuple(s for s in self.setbacks if s not in by_error)
@@ -283,7 +282,7 @@ def _reports(seen: Evidence, error: Setback) -> bool:
 
 
 def _of_all(kind: Kind, reason: str, setbacks: tuple[Setback, ...]) -> Setback:
-    """Build the one setback that explains these, and dates from the first of them."""
+    """Build the one setback that explains these; it has the times of the first."""
     return Setback(
         kind=kind,
         reason=reason,
@@ -302,19 +301,20 @@ class LastIncident(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SlowWorker(msgspec.Struct, frozen=True, kw_only=True):
-    """Slow worker of a slowdown; its entry stays if it is slow again before that ends."""
+    """Slow worker of a slowdown. A worker that is slow again before the slowdown ends keeps its
+    entry."""
 
     worker: WorkerId
     #: In the plan in which it was found slow.
     ranks: tuple[int, ...] = ()
-    #: Report of its lowest rate.
+    #: Event of its lowest rate.
     slowest: RateChanged
-    #: Unix times of the first slow step, and of the report on it.
+    #: Unix times of the first slow step, and of the event.
     since: float
     told_at: float
-    #: Unix time at which it ceased to be slow; 0: it still is.
+    #: Unix time at which it was no longer slow; 0: it still is.
     until: float = 0.0
-    #: It was well then. If not, its process was gone, or the job over.
+    #: True if it was well then, rather than that its process or the job had ended.
     well: bool = False
 
     @property
@@ -331,7 +331,7 @@ class SlowWorker(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Answer(Attempt, frozen=True, kw_only=True):
-    """Plan that gave slow workers less to do, or some back, and its expected effect."""
+    """Plan that took work from slow workers, or gave some back, and its expected effect."""
 
     policy: str
     reason: str
@@ -367,7 +367,7 @@ def describe_exit(exited: WorkerExited) -> str:
 
 
 def own_words(event: JobFailed) -> Evidence | None:
-    """Return a worker's report of the error by which the job failed; None: none reported it."""
+    """Return the report of the worker whose error failed the job; None: there is none."""
     return next((s for s in event.evidence if s.by == "worker" and s.saw in event.reason), None)
 
 

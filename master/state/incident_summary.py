@@ -36,18 +36,19 @@ def summary_of(incident: Incident, event: Journaled, unix: float) -> str:
 
 
 def headline_of(incident: Incident) -> str:
-    """Describe in half a sentence what failed: the root cause, and all that failed beside it."""
+    """Describe in half a sentence what failed: the root cause, and other setbacks that it does not
+    explain."""
     root = incident.root_cause
     if root in incident.silenced and incident.head_is_cut_off is None:
         names = comma_separated({setback.node for setback in incident.silenced})
         return f"{names} fell silent together: the head is cut off from them, or they are lost"
     beside = [s for s in incident.setbacks if s is not root and not incident.is_consequence(s)]
     lost = {s.node for s in (root, *beside) if s.kind == root.kind == "node lost"}
-    told = headline(root)
+    text = headline(root)
     if len(lost) > 1:
-        told = f"nodes {comma_separated(lost)} were lost; {root.node}: {root.reason}"
+        text = f"nodes {comma_separated(lost)} were lost; {root.node}: {root.reason}"
     more = {_subject(s) for s in beside} - {_subject(root), "", *(f"node {n}" for n in lost)}
-    return f"{told}; also lost: {comma_separated(more)}" if more else told
+    return f"{text}; also lost: {comma_separated(more)}" if more else text
 
 
 def _subject(setback: Setback) -> str:
@@ -60,16 +61,16 @@ def headline(setback: Setback) -> str:
     """Describe in half a sentence what failed."""
     match setback.kind:
         case "worker died":
-            return f"worker {_who(setback)} {_end_of(setback)}"
+            return f"worker {_label(setback)} {_end_of(setback)}"
         case "node lost" | "agent restarted":
-            return f"node {_who(setback)} was lost: {setback.reason}"
+            return f"node {_label(setback)} was lost: {setback.reason}"
         case "hang":
             what = "worker" if setback.worker is not None else "node"
-            return f"{what} {_who(setback)} hung: {setback.reason}"
+            return f"{what} {_label(setback)} hung: {setback.reason}"
         case "node unfit":
-            return f"node {_who(setback)} cannot take part: {setback.reason}"
+            return f"node {_label(setback)} cannot take part: {setback.reason}"
         case "drained by force":
-            return f"node {_who(setback)} was drained by force: {setback.reason or 'on demand'}"
+            return f"node {_label(setback)} was drained by force: {setback.reason or 'on demand'}"
         case (
             "network cut"
             | "peers disconnected"
@@ -80,12 +81,12 @@ def headline(setback: Setback) -> str:
         ):
             return setback.reason
         case "job error":
-            return f"the job's own error on worker {_who(setback)}: {setback.reason}"
+            return f"the job's own error on worker {_label(setback)}: {setback.reason}"
         case "slow worker":
-            return f"slow worker {_who(setback)}: {setback.reason}"
+            return f"slow worker {_label(setback)}: {setback.reason}"
 
 
-def _who(setback: Setback) -> str:
+def _label(setback: Setback) -> str:
     facts = []
     if setback.ranks:
         facts.append(f"rank {', '.join(map(str, setback.ranks))}")
@@ -116,10 +117,10 @@ def _how_it_ended(incident: Incident, event: Journaled, unix: float) -> str:
     again = f"step {steps[-1]} done again" if len(steps) == 1 else f"{len(steps)} steps done again"
     if incident.lost_steps:
         again = f"{incident.lost_steps} committed steps done again"
-    told = again if steps or incident.lost_steps else "no step done again"
+    repeated = again if steps or incident.lost_steps else "no step done again"
     on_s = incident.stands_since - incident.opened_at
     trained_on = f"trained on for {on_s:.1f} s, " if on_s else ""
-    return f"{trained_on}recovered in {stood_s(incident, unix):.3f} s, {told}"
+    return f"{trained_on}recovered in {stood_s(incident, unix):.3f} s, {repeated}"
 
 
 def stood_s(incident: Incident, unix: float) -> float:
@@ -161,5 +162,5 @@ def slowdown_headline(slowdown: Slowdown) -> str:
     """Name the workers that are or were slow, in half a sentence."""
     first, *others = slowdown.workers
     more = comma_separated({str(one.worker) for one in others})
-    told = headline(first.setback)
-    return f"{told}; also slow: {more}" if more else told
+    text = headline(first.setback)
+    return f"{text}; also slow: {more}" if more else text

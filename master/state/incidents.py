@@ -1,7 +1,8 @@
-"""Incidents after an event: from the first loss to the step, or the end, that closes them.
+"""Incidents, updated by each event: from the first loss to the step, or the job's end, that closes
+them.
 
-They follow from journaled events alone, so a restarted master knows the same. They look at the
-state before the event has changed it. Must not know how events.jsonl describes an incident.
+They follow from journaled events alone, so a restarted master knows the same. They are computed
+from the state before the event changes it. Must not know how events.jsonl describes an incident.
 """
 
 from collections.abc import Iterable
@@ -29,15 +30,15 @@ from oobleck.master.state.job import Job
 from oobleck.proto.types import WorkerExited
 
 replace = msgspec.structs.replace
-#: Least time of training after the first evidence that counts, seconds.
+#: Least seconds of training after the first evidence that are reported.
 _ON_S = 1.0
 
 
 def incident_after(
     state: ClusterState, event: Journaled, unix: float
 ) -> tuple[Job, Incident] | None:
-    """Return the job that `event` is about, and its incident with the event's addition; None: it
-    adds nothing. `closes` says whether the event ends the incident."""
+    """Return the job that `event` is about, and its incident updated by the event; None: it changes
+    none. `closes` says whether the event ends the incident."""
     # Losses and returns of nodes concern the active job; other events name theirs.
     named: JobId | None = getattr(event, "job_id", None)
     job_id = state.active if isinstance(event, nodes.NodeLost | nodes.NodeRegistered) else named
@@ -91,8 +92,8 @@ def _after(state: ClusterState, job: Job, event: Journaled, unix: float) -> Inci
 def own_error_after(
     state: ClusterState, event: Journaled, unix: float
 ) -> tuple[Job, Incident] | None:
-    """Return the job that `event` fails by its own error, and that error as an incident apart from
-    the open one, with which it has nothing to do; None: it is none, or is part of that."""
+    """If `event` fails a job by an error that is unrelated to its open incident, return the job and
+    the error as an incident of its own; else None."""
     if not isinstance(event, jobs.JobFailed):
         return None
     job = state.jobs[event.job_id]
@@ -101,7 +102,7 @@ def own_error_after(
 
 
 def _split(job: Job, event: jobs.JobFailed, unix: float) -> tuple[Incident, Incident] | None:
-    """Return the open incident, and the job's own error apart from it; None: they are one."""
+    """Return the open incident and the job's own error as another incident; None: they are one."""
     error = _job_error(job, event, unix)
     if job.incident is None or error.kind != "job error":
         return None
@@ -150,7 +151,7 @@ def _with_return(state: ClusterState, incident: Incident, event: nodes.NodeRegis
 def _setback(
     job: Job, kind: Kind, node: str, reason: str, unix: float, *, ago_s: float = 0.0, **more: Any
 ) -> Setback:
-    """Build a setback that is declared now, on evidence from `ago_s` before."""
+    """Build a setback that is declared now, with its first evidence `ago_s` before."""
     return Setback(
         kind=kind,
         node=node,
@@ -191,7 +192,7 @@ def _worker_lost(job: Job, event: nodes.WorkerLost, unix: float) -> Setback:
 
 
 def _reset(job: Job, event: nodes.NodeReset, unix: float) -> Setback:
-    """Return the setback of a reset node, whose evidence dates from the first doubt."""
+    """Return the setback of a reset node, dated from the first sign of trouble."""
     doubts = job.incident.setbacks if job.incident is not None else ()
     vague = ("no progress", "peers disconnected") if event.cut_off else ("no progress",)
     since = min(
@@ -224,7 +225,7 @@ def _with_plan(job: Job, event: jobs.PlanMade, unix: float) -> Incident | None:
     attempts = with_stats(incident.attempts, job.current.generation, event.overtaken, unix)
     incident = replace(incident, attempts=attempts)
     if event.boundary:
-        return incident  # it answers nothing, and training continues
+        return incident  # the plan is no answer to it: training continues
     attempt = Attempt(generation=event.plan.generation, cause=event.cause, rule=event.rule)
     incident = replace(incident, attempts=(*incident.attempts, attempt))
     return _with_evidence(incident, event.evidence, unix)
@@ -252,14 +253,15 @@ def _at_end(
     if isinstance(event, jobs.FirstStepCommitted):
         incident = _with_evidence(incident, event.evidence, unix)
         if incident.trained_until is None:
-            # Another host's calendar, which may be off by seconds.
+            # By another host's clock, which may be off by seconds.
             counts = incident.opened_at + _ON_S < event.trained_until <= unix
             incident = replace(incident, trained_until=event.trained_until if counts else 0.0)
     return incident
 
 
 def _job_error(job: Job, event: jobs.JobFailed, unix: float) -> Setback:
-    """Return the setback of a failed job, of the worker that reported the error, else of none."""
+    """Return the setback of a failed job; it names the worker that reported the error, if one
+    did."""
     if (words := own_words(event)) is None:
         return _setback(job, "job failed", "", event.reason, unix)
     node = words.observer.partition("/")[0]
@@ -279,11 +281,13 @@ def _job_error(job: Job, event: jobs.JobFailed, unix: float) -> Setback:
     )
 
 
-def _with_evidence(incident: Incident, found: Iterable[jobs.Evidence], unix: float) -> Incident:
+def _with_evidence(
+    incident: Incident, observations: Iterable[jobs.Evidence], unix: float
+) -> Incident:
     known = {_key(dated.what) for dated in incident.evidence}
     new = [
         DatedEvidence(at=unix - evidence.ago_s, what=replace(evidence, ago_s=0.0))
-        for evidence in found
+        for evidence in observations
         if _key(evidence) not in known
     ]
     evidence = (*incident.evidence, *new)[:MOST_EVIDENCE]
@@ -292,13 +296,13 @@ def _with_evidence(incident: Incident, found: Iterable[jobs.Evidence], unix: flo
 
 
 def _with_late_words(
-    setbacks: tuple[Setback, ...], found: Iterable[DatedEvidence]
+    setbacks: tuple[Setback, ...], evidence: Iterable[DatedEvidence]
 ) -> tuple[Setback, ...]:
-    """Add late reports of exits, of processes that a restarted master had found gone."""
+    """Add late reports of exits to setbacks of processes that a restarted master had found gone."""
     known = {setback.pid for setback in setbacks}
     ends = {
         dated.what.about: dated.what.exited
-        for dated in found
+        for dated in evidence
         if dated.what.exited is not None and dated.what.exited.pid not in known
     }
     return tuple(

@@ -34,13 +34,13 @@ from oobleck.master.state.job_observed import JobSeen, SaveReport
 from oobleck.master.state.pace import StandBy, StandByTimes
 from oobleck.planner.recovery.course import evens_out
 
-#: Last reports on checkpoints that are remembered, so that a repeated one is recognised.
+#: Most remembered reports on checkpoints, by which a repeated one is recognised.
 KNOWN_REPORTS = 64
-#: Processes of earlier plans that are remembered, so that old reports are recognised.
+#: Most remembered processes of earlier plans, by which old reports are recognised.
 KNOWN_PROCESSES = 10_000
-#: Ranges of lost records that are remembered.
+#: Most remembered ranges of lost records.
 KNOWN_LOST = 64
-#: Operators' last requests that are remembered: they repeat one within seconds.
+#: Most remembered requests of operators, who repeat one within seconds.
 KNOWN_REQUESTS = 64
 NO_GENERATION = Generation(0)
 #: Highest believed generation: no job reaches it, and there is room above it.
@@ -125,23 +125,23 @@ class Profiling:
 
 @dataclass(slots=True, kw_only=True)
 class Lineage:
-    """Plans up to the newest one, and their remains."""
+    """Earlier plans, as far as they still matter."""
 
     #: Plan of the generation before the newest one.
     before: Plan | None = None
-    #: Plans of the generations whose layers live workers may hold: the newest with a committed step
-    #: and all since. The newest of all is among them until the job ends.
+    #: Plans whose layers live workers may hold: the newest with a committed step, and all later
+    #: ones up to the newest. Empty once the job has ended.
     plans: dict[Generation, Plan] = field(default_factory=dict)
-    #: Nodes whose workers of `plans` are known to be gone. Their agent was started anew or has
-    #: ended as ordered, or the job must do without them though they were drained.
+    #: Nodes whose workers of `plans` have certainly ended: their agent was restarted, or ended as
+    #: ordered, or their drain was forced.
     emptied: set[NodeName] = field(default_factory=set)
-    #: Processes of earlier plans that the newest one does not have, oldest first. The value:
-    #: whether each was the first of its plan (None: not known).
+    #: Processes of earlier plans that are not in the newest one, oldest first; and whether each was
+    #: rank 0 of its plan (None: not known).
     replaced: dict[Incarnation, bool | None] = field(default_factory=dict)
-    #: Of an ended job, the nodes of `before` and `plans`, which are forgotten: their agents may
+    #: For an ended job, the nodes of `before` and `plans`, which are dropped: their agents may
     #: still have records.
     had_part: frozenset[NodeName] = frozenset()
-    #: Most nodes of any plan: the templates cover them.
+    #: Largest number of nodes of any plan; templates are made for as many.
     most_nodes: int = 0
     #: Number of plans after the first.
     reconfigurations: int = 0
@@ -153,25 +153,25 @@ class Lineage:
 
 @dataclass(slots=True, kw_only=True)
 class CurrentPlan:
-    """Newest plan, the plan that was last trained in, and losses that no plan has answered."""
+    """Newest plan, the plan last trained in, and losses that no plan has answered yet."""
 
     #: Newest plan and its Unix time; None: none yet.
     made: PlanMade | None = None
     made_at: float = 0.0
-    #: Plan of templates, or recut, that it is based on; None: it is one itself, maybe with more
+    #: Plan of templates, or recut, that it was made from; None: it is one itself, maybe with more
     #: shadows.
     base: Plan | None = None
-    #: Seconds of waiting for it.
+    #: Seconds without a possible plan before it.
     waited_s: float = 0.0
     #: Newest plan with a committed step: `made`, or one before it.
     trained: PlanMade | None = None
     #: `base` of that plan.
     trained_base: Plan | None = None
-    #: Newest generation that was not to be entered at a step boundary.
+    #: Newest generation of a plan that was not for a step boundary.
     abrupt: Generation = NO_GENERATION
     #: Losses of the newest plan's nodes and workers that no plan has answered yet.
     losses: tuple[Loss, ...] = ()
-    #: Cache of `processes`, and the plan that it is of: every report asks for them.
+    #: Cache of `processes`, and the plan that it is for: each report needs them.
     _processes: dict[WorkerId, Incarnation] = field(default_factory=dict, repr=False, compare=False)
     _of_processes: PlanMade | None = field(default=None, repr=False, compare=False)
     #: Cache of `members`, which also change with losses.
@@ -196,12 +196,12 @@ class CurrentPlan:
 
     @property
     def lost_nodes(self) -> frozenset[NodeName]:
-        """Lost nodes, and those that are there and left out."""
+        """Nodes that the newest plan has lost: gone, or connected and left out."""
         return nodes_of(self.losses)
 
     @property
     def members(self) -> tuple[NodeName, ...]:
-        """Nodes of the newest plan, without those lost since, in the order of their names."""
+        """Nodes of the newest plan, without those lost since, sorted."""
         return tuple(self._member_names())
 
     def has_member(self, node: NodeName) -> bool:
@@ -227,7 +227,8 @@ class CurrentPlan:
 
     @property
     def put_back(self) -> bool:
-        """True if another job was active since the newest plan: none of its workers is left."""
+        """True if another job was active since the newest plan was made: none of its workers is
+        left."""
         return any(isinstance(loss, NodeYielded) for loss in self.losses)
 
     @property
@@ -235,16 +236,17 @@ class CurrentPlan:
         return frozenset(loss.worker for loss in self.losses if isinstance(loss, WorkerLost))
 
     def counts_on(self, process: Incarnation) -> bool:
-        """Return whether the end of the process is a loss to the job: before the first plan any is,
-        then that of a process which has trained. With a joining one only its node is at stake."""
+        """Return whether the end of the process counts as a loss to the job: any process before the
+        first plan, later only one that has trained. A joining process that ends is left out with
+        its node."""
         if self.made is None:
             return True
         trained = self.trained is None or process in self.trained.incarnations
         return trained and process in self.made.incarnations
 
     def goes_back(self, process: Incarnation) -> bool:
-        """Return whether the newest plan has the process restore a checkpoint. All its processes
-        then do, so an error may affect all of them, even one with no part in a step."""
+        """Return whether the newest plan has the process restore a checkpoint. All its processes do
+        then, so an error may affect them all."""
         made = self.made
         return made is not None and made.restore and process in made.incarnations
 
@@ -289,7 +291,7 @@ class Job:
     submitted_in: int = 0
     #: Newest generation of another master's job at its adoption; None: it was submitted here.
     adopted_in: Generation | None = None
-    #: It could not start, and waits until a job after it has ended.
+    #: True if it could not start, and waits until a job after it has ended.
     passed_over: bool = False
     #: Unix times; 0: not yet. All and only ended jobs have the last one.
     submitted_at: float
@@ -303,14 +305,14 @@ class Job:
     left_out: dict[NodeName, str] = field(default_factory=dict)
     #: Last report of each worker that computes more slowly than the others.
     slow: dict[WorkerId, RateChanged] = field(default_factory=dict)
-    #: Last stand-by of workers that are or were slow; none of a process that the newest plan has
-    #: replaced.
+    #: Last stand-by of workers that are or were slow, unless the newest plan has another process in
+    #: their slot.
     stand_bys: dict[WorkerId, StandBy] = field(default_factory=dict)
-    #: Failure that is being answered; None: none.
+    #: Open incident; None: none.
     incident: Incident | None = None
     #: Slowdown of all and only `slow` workers, and of some that were; None: no worker is slow.
     slowdown: Slowdown | None = None
-    #: Number of both, including open ones: the number of the newest.
+    #: Number of incidents and slowdowns together, open ones included.
     incidents: int = 0
     #: The closed incident or slowdown that began last.
     last_incident: LastIncident | None = None
@@ -332,10 +334,9 @@ class Job:
 
     @property
     def unentered(self) -> bool:
-        """True if the newest plan is for a step boundary and, as far as is known, no worker has
-        entered it. Workers then hold what the plan in `trained` says. They do so, too, if some have
-        entered it and their agents have not reported that. A step committed in the plan ends this,
-        and is reported."""
+        """True if the newest plan is for a step boundary and no worker is known to have entered it.
+        Workers then hold the layers of the plan in `trained`, which they keep until a step of the
+        newest plan is committed, even if some have entered it unreported."""
         current = self.current
         return (
             current.made is not None
@@ -343,7 +344,10 @@ class Job:
             and current.on_the_way
             and current.abrupt <= current.stepped > NO_GENERATION
             and not current.put_back
-            and not any(current.generation in told for told in self.seen.processes.entered.values())
+            and not any(
+                current.generation in generations
+                for generations in self.seen.processes.entered.values()
+            )
         )
 
     @property
@@ -359,8 +363,8 @@ class Job:
 
     @property
     def may_have_checkpoint(self) -> bool:
-        """True if workers may have saved an unreported checkpoint. This master was away, and the
-        workers that could report it may have ended. Then the next plan looks for one."""
+        """True if workers may have saved a checkpoint that nobody reported: this master was away,
+        and the workers that saved it may have ended. The next plan then looks for one."""
         made = self.current.made
         looks = made is not None and made.restore and self.current.on_the_way
         return self.spec.checkpoint is not None and (self.seen.inherited or looks)
@@ -371,8 +375,8 @@ class Job:
 
     @property
     def rates(self) -> Mapping[WorkerId, float]:
-        """Rates of slow workers, as a part of the others' pace."""
-        return {worker: told.rate for worker, told in self.slow.items()}
+        """Rates of slow workers, relative to the others' pace."""
+        return {worker: change.rate for worker, change in self.slow.items()}
 
     @property
     def standing_by(self) -> frozenset[NodeName]:
@@ -381,17 +385,17 @@ class Job:
             return frozenset()
         return frozenset(w.node for w in self.slow if not self.current.has_member(w.node))
 
-    def set_stand_bys(self, found: Mapping[WorkerId, StandBy], now: float, unix: float) -> None:
-        """Set the stand-by records; those that are new to this master get their times."""
+    def set_stand_bys(self, stand_bys: Mapping[WorkerId, StandBy], now: float, unix: float) -> None:
+        """Set the stand-by records, and the times of those that are new to this master."""
         before, times = self.stand_bys, self.seen.stand_by_times
-        for worker, one in found.items():
+        for worker, one in stand_bys.items():
             if worker not in times or before.get(worker) is not one:
                 times[worker] = StandByTimes.of(one, now, unix)
-        self.stand_bys = dict(found)
+        self.stand_bys = dict(stand_bys)
 
     @property
     def committed_step(self) -> int:
-        """Newest step that the workers have committed, whether its record has come or not."""
+        """Newest step that the workers have committed, with or without its record."""
         if self.state == "succeeded" and not self.profile_only:
             return self.spec.training.steps
         return max(self.seen.steps.committed_step, self.seen.steps.furthest_step)
@@ -403,8 +407,8 @@ class Job:
         return max(until, self.seen.steps.committed_step) if until else 0
 
     def knows(self, report: SaveReport) -> bool:
-        """Return whether the report only repeats known facts. A restore is known once any worker
-        has reported it, or a later generation has committed a step."""
+        """Return whether the report repeats a known one. A restore is known once any worker has
+        reported it, or a later generation has committed a step."""
         if isinstance(report, Restored):
             newest = (
                 self.rollback.restored.generation
@@ -415,8 +419,8 @@ class Job:
         return report in self.saves.known
 
     def due_report(self) -> SaveReport | None:
-        """Return the first report on checkpoints that is to become an event. Workers save only
-        committed steps, but the report of the commit may arrive later."""
+        """Return the first report on checkpoints whose event is due. A save waits for the report
+        that its step is committed, which may arrive later."""
         committed = max(self.committed_step, self.rollback.redo_until)
         reports = self.seen.save_reports
         due = (r for r in reports if not isinstance(r, CheckpointSaved) or r.step <= committed)
@@ -437,7 +441,7 @@ class Job:
         return tuple(worker for worker in self.current.made.plan.workers if worker not in left)
 
     def has_finished(self, process: Incarnation) -> bool:
-        """Return whether the process has saved its share of the newest plan's output."""
+        """Return whether the process has saved its share of the output under the newest plan."""
         return self.seen.processes.finished.get(process) == self.current.generation
 
     def all_finished(self) -> bool:

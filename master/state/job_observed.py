@@ -1,7 +1,7 @@
 """Observations of one job by this master process: the transition into its newest generation, its
 steps, exits and reports of its processes.
 
-A restarted master begins with none of it, and gets the reports again. Only
+A restarted master starts with nothing, and gets the reports again. Only
 `oobleck.master.state.reducer.apply` and its callees change it. Must not know the decisions based on
 it.
 """
@@ -36,12 +36,12 @@ _NO_GENERATION = Generation(0)
 
 @dataclass(slots=True, kw_only=True)
 class RecoveryTimeline:
-    """Recovery into the newest generation: when each phase ended, and its result."""
+    """Transition into the newest generation: when each phase ended, and its result."""
 
     evidence_at: float
     declared_at: float
     pushed_at: float
-    #: Seconds before in which no plan was possible for lack of nodes.
+    #: Seconds before it without enough nodes for a plan.
     waited_s: float = 0.0
     aborted_at: float | None = None
     joined_at: float | None = None
@@ -53,14 +53,15 @@ class RecoveryTimeline:
     received_bytes: int = 0
     fed_bytes: int = 0
     salvaged_microbatches: int = 0
-    #: Workers that have left the previous generation, that have joined the rendezvous (with the
-    #: agreed committed step), and that hold its layers.
+    #: Workers that have left the previous generation; those that have joined the rendezvous, with
+    #: the agreed committed step; and those that hold its layers.
     answered: set[WorkerId] = field(default_factory=set)
     joined: dict[WorkerId, int] = field(default_factory=dict)
     entered: set[WorkerId] = field(default_factory=set)
 
     def stats(self, end: float, unanswered: tuple[WorkerId, ...] = ()) -> ReconfigurationStats:
-        """Return the phases up to `end`; unreported ones took no time, except the one under way."""
+        """Return the phases up to `end`. Phases without a report count as 0 s, except the one under
+        way."""
         waited_from = self.pushed_at - self.waited_s
         began_at = min(self.evidence_at, waited_from)
         end = max(end, began_at)
@@ -78,7 +79,7 @@ class RecoveryTimeline:
         phases: dict[str, float] = {}
         before = began_at
         for phase, at in marks.items():
-            # Reports of different nodes may arrive out of order, and none counts after the end.
+            # Reports of different nodes may arrive out of order, or after the end.
             at = before if at is None else min(max(at, before), end)
             phases[phase] = at - before
             before = at
@@ -109,7 +110,7 @@ class RecoveryTimeline:
 class LossSeen:
     """Times of the losses that no plan has answered yet."""
 
-    #: First evidence and last declaration.
+    #: Times of the first evidence and of the last declaration.
     evidence_at: float
     declared_at: float
 
@@ -118,51 +119,51 @@ class LossSeen:
 class StepsSeen:
     """Progress of training, from step records and statuses."""
 
-    #: Newest step with a confirmed record. Its line may wait for those of earlier steps.
+    #: Newest step with a confirmed record, whose line may wait for earlier ones.
     committed_step: int = 0
     #: Newest line of metrics.jsonl.
     recorded_step: int = 0
-    #: Last records, of consecutive steps, the newest of them that of `committed_step`.
+    #: Last records of consecutive steps, up to `committed_step`.
     recent: deque[StepRecord] = field(default_factory=lambda: deque(maxlen=RECENT_RECORDS))
-    #: Last record of a generation before the newest one's; None: not known.
+    #: Last record of the previous generations; None: not known.
     last_before: StepRecord | None = None
-    #: Arrival of the last record, and of the news of `furthest_step`.
+    #: Arrival of the last record, and of the last change of `furthest_step`.
     recorded_at: float | None = None
     advanced_at: float | None = None
     #: Later records have arrived and wait for those of earlier steps.
     records_wait: bool = False
     #: Newest evaluation.
     evaluation: EvaluationRecord | None = None
-    #: Last committed step by a record, or by two nodes' statuses (one in a plan with one node).
+    #: Newest committed step by a record, or by the statuses of two nodes (of one in a plan of one
+    #: node).
     furthest_step: int = 0
-    #: Newest generation in which one of these was committed, by the same reports. Its records may
-    #: arrive long after it, so `CurrentPlan.stepped` may lag.
+    #: Newest generation with a committed step, by the same reports. Records may arrive much later,
+    #: so `CurrentPlan.stepped` may lag behind it.
     furthest_in: Generation = _NO_GENERATION
-    #: By node, a later step that its status reports, and the newest generation in which its worker
-    #: has committed one.
+    #: By node: a step beyond `furthest_step` that its status alone reports, and the newest
+    #: generation in which its worker has committed a step.
     claimed: dict[NodeName, tuple[int, Generation]] = field(default_factory=dict)
-    #: Steps that are done again: their generation, and the first and last committed one in a
-    #: status.
+    #: Repeated steps: their generation, and the first and last step committed in it by statuses.
     redone: tuple[Generation, int, int] | None = None
 
 
 @dataclass(slots=True, kw_only=True)
 class SinceStep:
-    """Obstacles since the last step; forgotten with the next step's record."""
+    """Failures since the last step; cleared by the next step's record."""
 
     #: Number of generations given up for lack of progress.
     stalls: int = 0
-    #: Plans without a loss of a node, and when the first of them was made.
+    #: Number of plans that answered no loss of a node, and when the first of them was made.
     regroups: int = 0
     fruitless_since: float | None = None
     #: Exits of the processes of each worker of the plan.
     deaths: dict[WorkerId, list[WorkerExited]] = field(default_factory=dict)
-    #: Each worker's report that the fault is not the job's.
+    #: Reports of workers that blame something else than the job.
     complaints: dict[WorkerId, str] = field(default_factory=dict)
-    #: Nodes that have trained, and why they were given up.
+    #: Nodes that had trained and were given up, with the reason.
     given_up: dict[NodeName, str] = field(default_factory=dict)
-    #: By the host of their rendezvous: pairs of nodes, in the order of their names. One of each
-    #: pair has reported that it does not reach the other.
+    #: Pairs of nodes (sorted), one of which has reported that it does not reach the other, by the
+    #: host of their rendezvous.
     no_way: dict[NodeName, set[tuple[NodeName, NodeName]]] = field(default_factory=dict)
 
 
@@ -174,12 +175,12 @@ class Received:
 
 @dataclass(slots=True, kw_only=True)
 class ProcessesSeen:
-    #: Their exits; and those that their agents have given up on, since they hang.
+    #: Exits; and processes that their agents are about to kill, since they hang.
     exits: dict[Incarnation, WorkerExited] = field(default_factory=dict)
     hung: dict[Incarnation, Hung] = field(default_factory=dict)
-    #: Generations that each has entered, of those whose plans are kept (`Lineage.plans`).
+    #: Generations that each has entered, among those in `Lineage.plans`.
     entered: dict[Incarnation, frozenset[Generation]] = field(default_factory=dict)
-    #: Layers that each has received on the way into the newest such generation.
+    #: Layers that each has received for the newest such generation.
     received: dict[Incarnation, Received] = field(default_factory=dict)
     #: Generation in which each has finished.
     finished: dict[Incarnation, Generation] = field(default_factory=dict)
@@ -197,15 +198,15 @@ class ProfilingSeen:
 
 @dataclass(slots=True, kw_only=True)
 class FaultsSeen:
-    """Workers' reports on the fault: the job's or nodes'."""
+    """Workers' reports on what is at fault: the job or a node."""
 
-    #: Newest reports that the job is at fault, by the workers' node, and their times.
+    #: Times and texts of the newest reports that blame the job, by the workers' node.
     accused: dict[NodeName, tuple[float, str]] = field(default_factory=dict)
-    #: Reports that a node is at fault, from workers that count, and their times; kept when the node
-    #: is left out.
+    #: Times and texts of reports that blame a node, from workers of a plan; kept when the node is
+    #: left out.
     ailing: dict[NodeName, tuple[float, str]] = field(default_factory=dict)
-    #: Nodes of processes that have had no part in a step while others have. First why they cannot
-    #: have one, then the ends of those that a plan counted on.
+    #: Nodes whose processes took part in no step while others did: the reason why they cannot, and
+    #: the ends of processes that were in a plan.
     unfit: dict[NodeName, str] = field(default_factory=dict)
     stillborn: dict[NodeName, list[WorkerExited]] = field(default_factory=dict)
 
@@ -214,34 +215,36 @@ class FaultsSeen:
 class JobSeen:
     """Observations of a job in this master's life."""
 
-    #: Start of this master's life, or of the job; and the Unix time of the former.
+    #: Start of this master process, or of the job if that is later; and the Unix time of the
+    #: former.
     since: float = 0.0
     since_unix: float = 0.0
-    #: Unix time less this process's clock.
+    #: Unix time minus this process's clock.
     clock: float = 0.0
-    #: This master found the job in its journal and has made no plan of it. Agents may have a newer
-    #: one than the journal.
+    #: True if this master found the job in its journal and has made no plan for it: agents may have
+    #: a newer plan than the journal.
     inherited: bool = False
-    #: Reason why ready nodes have no part in the plan; empty: there are none, or they will have a
-    #: part.
+    #: Reason why ready nodes are not in the plan; empty: there are none, or they will be in it.
     why_idle: str = ""
-    #: When it began to wait for nodes, if it waits.
+    #: When it began to wait for nodes; None: it does not wait.
     waiting_since: float | None = None
-    #: Times of all workers in `Job.stand_bys`, and of some that were there.
+    #: Times of all workers in `Job.stand_bys`, and of some that were in it.
     stand_by_times: dict[WorkerId, StandByTimes] = field(default_factory=dict)
-    #: When the newest plan's processes began to have time to start.
+    #: Time from which the newest plan's processes have time to start.
     planned_at: float | None = None
-    #: When the newest generation last made progress, on its way, in its steps or to its end.
+    #: When the newest generation last made progress: in the transition, in steps or towards its
+    #: end.
     progressed_at: float | None = None
-    #: None: no plan of this master's life is on its way to its first step.
+    #: None: no plan that this master process made is in transition.
     timeline: RecoveryTimeline | None = None
-    #: None: all losses are answered, except those of a job that was put back.
+    #: None: no loss waits for a plan, except in a job that was put back.
     loss: LossSeen | None = None
-    #: First report of a lost peer by each worker since the last plan that was not at a boundary.
+    #: First report of a lost peer by each worker, since the last plan that was not for a step
+    #: boundary.
     peers_lost: dict[WorkerId, tuple[float, PeerLost]] = field(default_factory=dict)
-    #: Number of reports of lost peers by a node's workers that later steps refuted.
+    #: Number of reports of lost peers, by the reporting node, that later steps refuted.
     untrue: Counter[NodeName] = field(default_factory=Counter)
-    #: Workers' reports on checkpoints that no event was made of yet.
+    #: Workers' reports on checkpoints that await their event.
     save_reports: tuple[SaveReport, ...] = ()
     #: Evidence of failures, and its time, that no event has carried yet.
     evidence: list[tuple[float, Evidence]] = field(default_factory=list)
@@ -258,7 +261,7 @@ class JobSeen:
 
     @property
     def waits_since(self) -> float:
-        """Time at which the job began to wait for nodes, in this master's life."""
+        """Time at which the job began to wait for nodes, by this master's clock."""
         return self.since if self.waiting_since is None else self.waiting_since
 
     def is_gone(self, process: Incarnation) -> bool:

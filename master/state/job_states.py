@@ -2,9 +2,9 @@
 
 A `starting` job is `profiling` from MeasuringStarted to ProfileChosen. It stays `starting` until a
 step of its first plans is committed, and `reconfiguring` until one of the newest plan is. The
-record of that step may arrive late: if a loss has been declared already, the job does not become
-`running` by it. Losses count only where they hit the newest plan. An event that the table does not
-allow is a bug.
+record of that step may arrive late: if a loss has been declared meanwhile, it does not make the job
+`running`. Losses count only where they hit the newest plan. An event that the table does not allow
+is a bug.
 
 Owns the losses of a job, too. Must not know what else an event changes.
 """
@@ -38,7 +38,7 @@ def _all_to(
     return dict.fromkeys(events, state)
 
 
-#: Events that any job under way may get, but for one that is measured: it cannot succeed.
+#: Events that any unfinished job may get, except that a job that is being measured cannot succeed.
 _AT_ANY_TIME: Mapping[type[Journaled], JobState] = {
     JobWaiting: "waiting for nodes",
     JobPutBack: "queued",
@@ -74,7 +74,7 @@ TRANSITIONS: Mapping[JobState, Mapping[type[Journaled], JobState]] = {
     },
     "waiting for nodes": {
         **_AT_ANY_TIME,
-        # A node is reset for a rendezvous of the others, and there is none.
+        # Not NodeReset: it needs a rendezvous of the others, and there is none.
         **_all_to("waiting for nodes", (loss for loss in _LOSSES if loss is not NodeReset)),
         JobStarted: "starting",
         PlanMade: "reconfiguring",
@@ -106,14 +106,14 @@ def move(job: Job, event: Journaled) -> None:
 
 
 def lose(job: Job, loss: DeclaredLoss, now: float, *, detect_s: float = 0.0) -> None:
-    """Note a loss of the job's newest plan that no plan has answered yet."""
+    """Add a loss to those of the newest plan that no plan has answered yet."""
     move(job, loss)
     job.current.losses = (*job.current.losses, loss)
     note_loss(job, now, detect_s=detect_s)
 
 
 def note_loss(job: Job, now: float, *, detect_s: float = 0.0) -> None:
-    """Note that a loss is declared now, with the first evidence `detect_s` before."""
+    """Note that a loss is declared now, with its first evidence `detect_s` before."""
     first = now - detect_s
     known = job.seen.loss
     job.seen.loss = LossSeen(first if known is None else min(known.evidence_at, first), now)

@@ -1,10 +1,10 @@
 """Leases of nodes: how long each may be silent, given the silence of the others. Pure.
 
-A master whose loop was late has extended all leases by the delay (`Tick`), and gives nodes the time
-to return that agents of a restarted master have, so that its pauses count against none. So have
-streams that were cut together, and nodes that fall silent together, as when the head has lost its
-network. If many return, each has an answer's time after the last one that did: handshakes need a
-processor.
+A master whose loop was late extends all leases by the delay (`Tick`), and gives nodes as much time
+to return as after its restart, so that its own pauses count against no node. Nodes get this time
+also if many streams were cut together, or if they fell silent together, as when the head has lost
+its network. While many return, each gets a further answer time after the last one that did:
+handshakes need a processor.
 """
 
 from bisect import bisect_left, bisect_right
@@ -14,25 +14,25 @@ from oobleck.host.detection import Detection
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.node import Node
 
-#: Streams that end within the witness window and count as cut together.
+#: Number of streams that end within the witness window from which on they count as cut together.
 _MANY = 8
-#: Heartbeats of silence before a stream's end after which the node counts as fallen silent, not
-#: cut. Nodes last heard of within as long of each other fell silent together.
+#: Heartbeats of silence before a stream's end from which on the node counts as silent rather than
+#: cut. Nodes last heard within this time of each other fell silent together.
 _SILENT = 2
-#: Longest wait for a node, in times to return, however many nodes return.
+#: Longest wait for a node, as a multiple of the time to return, however many nodes return.
 _MOST_RETURNS = 3
 
 
 def last_sign(state: ClusterState, node: Node) -> float:
-    """Return when the node was last known to be alive. A member of the plan that this master has
-    not heard from was alive when the plan was made, and at the last recorded step."""
+    """Return when the node was last known to be alive. A member of the plan that this master
+    process has not heard from was alive when the plan was made, and at the last recorded step."""
     job, seen = state.job, node.seen
     if seen.heard_at is not None or job is None or not job.current.has_member(node.facts.node):
         return seen.last_heard
     if not job.seen.steps.recent or job.state == "waiting for nodes":
         return seen.last_heard
-    there = max(job.seen.steps.recent[-1].time, job.current.made_at)
-    return min(seen.last_heard, job.seen.since - (job.seen.since_unix - there))
+    alive_at = max(job.seen.steps.recent[-1].time, job.current.made_at)
+    return min(seen.last_heard, job.seen.since - (job.seen.since_unix - alive_at))
 
 
 class Leases:
@@ -41,16 +41,16 @@ class Leases:
     def __init__(self, state: ClusterState, now: float, timing: Detection) -> None:
         self._timing, self._silent_s = timing, _SILENT * timing.heartbeat_s
         seen = [node.seen for node in state.nodes.values() if node.registered]
-        # Lost nodes count too, so that the time of the others does not change with a loss.
+        # Include lost nodes, so that a loss does not change the time of the others.
         cuts = (node.seen.cut_at for node in state.nodes.values())
         self._cuts = sorted(at for at in cuts if at is not None)
-        #: Time of the last return; None: no node has returned, or none is away.
+        #: Time of the last return of a node; None: none has returned, or none is away.
         self._opened_at: float | None = None
         if any(one.session is None for one in seen):
             opened = (one.opened_at for one in seen if one.opened_at is not None)
             self._opened_at = max(opened, default=None)
-        #: Sorted times at which nodes were last heard of, and those before a silence of returned
-        #: nodes. Empty: none is silent for a lease.
+        #: Sorted times at which nodes were last heard, and at which returned nodes were last heard
+        #: before their silence. Empty: no node is silent for a lease.
         self._heard, self._heard_before = list[float](), list[float]()
         if any(now >= one.last_heard + timing.lease_s for one in seen):
             self._heard = sorted(one.last_heard for one in seen)
@@ -63,7 +63,7 @@ class Leases:
             )
 
     def of(self, node: Node) -> tuple[float, str]:
-        """Return the end of the node's lease, and a text that gives its length."""
+        """Return the end of the node's lease, and its length as text."""
         timing, heard_at = self._timing, node.seen.last_heard
         if node.seen.awaited:
             why = "once the master was away"
@@ -86,7 +86,8 @@ class Leases:
         return _between(self._cuts, at - window_s, at + window_s) >= _MANY
 
     def _silent_with_all(self, node: Node) -> bool:
-        """Return whether all nodes heard of since the node was returned from the same silence."""
+        """Return whether all nodes that were heard after this one had been silent since the same
+        time."""
         if len(self._heard) < 2 or not self._fell_silent(node):
             return False
         first, last = node.seen.last_heard - self._silent_s, node.seen.last_heard + self._silent_s
@@ -94,7 +95,7 @@ class Leases:
         return since <= _between(self._heard_before, first, last)
 
     def _fell_silent(self, node: Node) -> bool:
-        """Return whether the node fell silent, rather than that its stream was cut."""
+        """Return whether the node fell silent, rather than having its stream cut."""
         closed_at = node.seen.closed_at
         return closed_at is None or closed_at - node.seen.last_heard > self._silent_s
 

@@ -18,7 +18,7 @@ from oobleck.proto.types import Assignment, NodeFacts, NodeStatus
 
 
 class Build(NamedTuple):
-    """Versions that workers of one job must share, or that are wanted; empty: any will do."""
+    """Versions that workers of one job must share; an empty one may be any."""
 
     #: Series of torch.
     torch: str = ""
@@ -32,19 +32,19 @@ class Build(NamedTuple):
 class NodeSeen:
     """Observations of a node in this master's life."""
 
-    #: Last sign of life, or its earliest possible time; moved on while the master is late.
+    #: Last sign of life, or the start of this master; postponed while the master is late.
     last_heard: float
-    #: Last real sign of life; None: none in this master's life.
+    #: Last actual sign of life; None: none in this master's life.
     heard_at: float | None = None
-    #: Not heard of since this master began, or since its own pause: the lease is longer.
+    #: True if not heard since this master's start or pause, so that its lease is longer.
     awaited: bool = False
-    #: End of this master's last pause that was long enough for agents to end streams.
+    #: End of the last pause of this master in which agents may have ended their streams.
     resumed_at: float | None = None
     #: None: no stream.
     session: int | None = None
     #: Another agent that wants the node's name, and since when.
     rival: tuple[Incarnation, float] | None = None
-    #: End of its last stream; None while one is open, and before the first one.
+    #: End of its last stream; None: one is open, or there was none.
     closed_at: float | None = None
     #: Start of its newest stream, and end of the last ended one; None: never.
     opened_at: float | None = None
@@ -52,18 +52,18 @@ class NodeSeen:
     #: Last sign of life before its newest stream began.
     heard_before: float | None = None
     status: NodeStatus = field(default_factory=NodeStatus)
-    #: When the newest process was up, and the seconds of its start. Processes that were up before
-    #: this master saw them count as the oldest (time 0), and the slowest of them. Zeros: none.
+    #: When its newest process was up, and the seconds of its start. For processes that were up
+    #: before this master saw them: time 0, and the slowest start. Zeros: no process.
     started: tuple[float, float] = (0.0, 0.0)
-    #: When it could begin to prepare for the active job, and when it became ready for it.
+    #: When it could begin to start workers for the active job, and when these were ready.
     assigned_at: float | None = None
     ready_at: float | None = None
     #: End of its quarantine, by this master's clock.
     release_at: float | None = None
     #: Time of its loss, by this master's clock.
     lost_at: float | None = None
-    #: Plan that its agent named at the start of its newest session, if the journal may have lost it
-    #: (`ClusterState.lacks`). Nodes that name the same share one `Assign`.
+    #: Plan that its agent named at the start of its newest session, if the journal may lack it
+    #: (`ClusterState.lacks`). Nodes that name the same plan share one `Assign`.
     running: Assignment | None = None
 
     def hear(self, now: float) -> None:
@@ -72,19 +72,20 @@ class NodeSeen:
 
 
 class Desired(msgspec.Struct, frozen=True, kw_only=True):
-    """Desired state of a node, by reference; `version` grows with every change."""
+    """Desired state of a node, as references to job and generation; `version` grows with every
+    change."""
 
     version: int = 0
     job_id: JobId | None = None
     #: None: get workers ready and wait.
     generation: Generation | None = None
-    #: Without a generation: the attempt at measuring that the workers shall make; 0: none.
+    #: Without a generation: number of the attempt at measuring to make; 0: none.
     attempt: int = 0
-    #: Its workers stand by, and measure now and then.
+    #: True if its workers stand by and measure themselves regularly.
     alone: bool = False
     #: Number of the newest request for a checkpoint.
     save: int = 0
-    #: It is drained, and its agent may end.
+    #: True if it is drained, so that its agent may end.
     drained: bool = False
 
 
@@ -92,15 +93,15 @@ class Desired(msgspec.Struct, frozen=True, kw_only=True):
 class Drain:
     """Order to move the work off a node."""
 
-    #: Source of the order; an agent's own ends with the agent, and so does one for a sick GPU.
+    #: Who ordered it. An order by the agent, or for a sick GPU, ends with the agent.
     by: Literal["operator", "agent", "sickness", "quarantine"]
     reason: str
     force: bool
-    #: Why a job cannot continue without the node; empty: no reason is known.
+    #: Why a job cannot continue without the node; empty: it can, as far as is known.
     kept: str = ""
     #: Number of the request for a checkpoint that a forced drain waits for; 0: none.
     save: int = 0
-    #: No work is left on it.
+    #: True if no work is left on it.
     done: bool = False
     #: End of a quarantine: at this Unix time, or when the node starts workers again.
     until: float = 0.0
@@ -115,7 +116,7 @@ WINDOW_S = 600.0
 class Failures:
     """Failures of one node, over all starts of its agent."""
 
-    #: Unix times of failures close together, up to the last one.
+    #: Unix times of the last failures that were close together.
     times: tuple[float, ...] = ()
     last: str = ""
     #: Number of consecutive quarantines, and the end of the newest (Unix time).
@@ -140,20 +141,20 @@ class Node:
     facts: NodeFacts
     #: False: lost.
     registered: bool = True
-    #: It was lost on purpose: its agent was told to end, or an operator had drained it.
+    #: True if it was lost on purpose: its agent was ordered to end, or an operator had drained it.
     left: bool = False
-    #: Why and since when it is lost, and when it was last heard of before (Unix times).
+    #: Why and since when it is lost, and when it was last heard before (Unix times).
     reason: str = ""
     lost_at: float = 0.0
     heard_at: float = 0.0
-    #: Workers from before its loss must end first.
+    #: True if workers from before its loss must end before it gets work.
     stale_workers: bool = False
     #: Job that it trains and this master does not know, and since when (Unix time).
     held: Held | None = None
     #: None: it may get work.
     drain: Drain | None = None
     failures: Failures = Failures()
-    #: Troubles of its GPUs that an operator accepts; they are forgotten when its agent ends.
+    #: Troubles of its GPUs that an operator accepts, until its agent ends.
     excused: frozenset[str] = frozenset()
     desired: Desired = field(default_factory=Desired)
     seen: NodeSeen
@@ -165,21 +166,22 @@ class Node:
         return Build(torch=series(versions.torch), engine=versions.engine)
 
     def refuses(self, job: JobSpec) -> str:
-        """Return why the node does not run the job's code, or lacks its products; empty: it runs
-        the job, or that is not known."""
+        """Return why the node does not run the job's code, or lacks the job's precision (float8);
+        empty: it runs it, as far as is known."""
         policy = self.facts.code
         why = policy.why_not(job.functions, brought=bool(job.code)) if policy else ""
         wants = job.training.precision == "fp8"
         return why or (why_no_float8(self.facts.device_kind) if wants else "")
 
     def why_not_in(self, job: JobSpec, wanted: Build) -> str:
-        """Return why the node cannot take part in the job beside nodes with that build; empty: it
-        can."""
+        """Return why the node cannot take part in the job together with nodes of that build; empty:
+        it can."""
         return self._why_not_beside(wanted) or self.refuses(job)
 
     def _why_not_beside(self, wanted: Build) -> str:
-        """Return why the node cannot work beside nodes with that build; empty: it can. Another
-        engine does not understand their plan and links, another torch may compute other numbers."""
+        """Return why the node cannot work together with nodes of that build; empty: it can. Another
+        engine does not understand their plan and links, and another torch may compute other
+        numbers."""
         own = self.build
         if wanted.engine not in ("", own.engine):
             return (
@@ -209,12 +211,12 @@ class Node:
     @property
     def troubles(self) -> tuple[str, ...]:
         """Troubles of the connected node's GPUs that are not excused."""
-        told = self.seen.status.troubles if self.connected else ()
-        return tuple(trouble for trouble in told if trouble not in self.excused)
+        reported = self.seen.status.troubles if self.connected else ()
+        return tuple(trouble for trouble in reported if trouble not in self.excused)
 
     @property
     def moves_off(self) -> bool:
-        """True if the node keeps its part of a plan until that has moved off it."""
+        """True if the node is to leave, and stays in the plan until its work has moved off it."""
         drain = self.drain
         return drain is not None and not drain.done and self.registered and self.is_clear
 

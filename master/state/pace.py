@@ -1,7 +1,7 @@
 """Pace of workers as observed: counts from heartbeats, sampled in rounds, and stand-by records.
 
 A round has the readings of all workers at one moment, and between two rounds each has trained a
-step or more. So the cost does not depend on the number of heartbeats. Readings are kept for one
+step or more. So the cost does not grow with the number of heartbeats. Readings are kept for one
 generation. A `StandBy` follows from journaled events, so that a restarted master knows it, and is
 forgotten with its process. Must not know what is slow (`oobleck.master.rules.pace`).
 """
@@ -11,10 +11,10 @@ from dataclasses import dataclass, field, replace
 
 from oobleck.core.ids import Generation, Incarnation, WorkerId
 
-#: Seconds between two rounds: CPU shares are given out in tenths of a second.
+#: Seconds between two rounds: long beside the tenths of a second in which CPU quotas are granted.
 ROUND_S = 1.0
 _NO_GENERATION = Generation(0)
-#: As many as the longest window before a verdict has steps, and some.
+#: Most rounds kept: as many as the longest window has steps, and a few more.
 MOST_ROUNDS = 24
 
 
@@ -37,8 +37,8 @@ class Round:
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Alone:
-    """Measurement by a process that stands by: seconds of a micro-batch in a layer of each kind. It
-    includes the others' first round, and their last one so far."""
+    """Measurement by a process that stands by: seconds of a micro-batch in a layer of each kind.
+    With it are the other workers' first round then, and their last one so far."""
 
     process: Incarnation
     attempt: int
@@ -112,14 +112,14 @@ class PaceSeen:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StandBy:
-    """Last time that a plan made the process stand by."""
+    """Record of the last plan that made the process stand by."""
 
     process: Incarnation
-    #: Length and end (Unix time) of the period in which its rate is not raised, even if it seems
-    #: better alone.
+    #: Length and end (Unix time) of the period in which its rate is not raised, even if it measures
+    #: better.
     seconds: float
     until: float
-    #: Unix time at which its rate got better, or it joined a plan because of that; 0: neither.
+    #: Unix time at which its rate was raised, or it joined a plan for that reason; 0: neither.
     better_at: float = 0.0
 
     def better(self, unix: float) -> "StandBy":
@@ -131,7 +131,7 @@ class StandByTimes:
     """Times of a `StandBy`, by this master's clock."""
 
     until: float
-    #: None: its rate is no better.
+    #: None: its rate was not raised.
     better_at: float | None
 
     @classmethod

@@ -30,12 +30,13 @@ from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.job import Job
 from oobleck.proto.types import Hung, NodeStatus, WorkerExited, WorkerReport, WorkerStatus
 
-#: Refuted reports of lost peers after which a node is no longer believed.
+#: Refuted reports of lost peers after which further ones of the node are refused.
 MOST_UNTRUE = 3
 
 
 def why_refused(state: ClusterState, node: NodeName, report: WorkerReport) -> str:
-    """Return why the agent's report is refused, alike for all of the kind; empty: it counts."""
+    """Return why the agent's report is refused, with one text per kind and cause; empty: it
+    counts."""
     job, worker = state.jobs[report.job_id], WorkerId(node, report.slot)
     kind = _KINDS[type(report.what)]
     if not kind.sender(job, worker, report.incarnation):
@@ -45,7 +46,7 @@ def why_refused(state: ClusterState, node: NodeName, report: WorkerReport) -> st
     if not kind.may_say(job, report.what):
         return f"{kind.name} with what cannot be"
     if isinstance(report.what, PeerLost) and job.seen.untrue[node] >= MOST_UNTRUE:
-        return f"{kind.name} of a node that has told of losses that were none"
+        return f"{kind.name} of a node whose reports of lost peers were refuted"
     return ""
 
 
@@ -55,20 +56,21 @@ def has_part(state: ClusterState, node: NodeName, job_id: JobId) -> bool:
     return known.desired.job_id == job_id or node in job.left_out or node in _planned(job)
 
 
-def tellers(job: Job, generation: Generation) -> frozenset[NodeName] | None:
-    """Return the nodes whose workers commit the steps of that generation; None: it is unknown."""
+def committing_nodes(job: Job, generation: Generation) -> frozenset[NodeName] | None:
+    """Return the nodes whose workers commit the steps of that generation; None: the plan is not
+    known."""
     if generation < 1 or generation > job.newest_known:
         return None
     for plan in _plans(job):
         if plan.generation == generation:
             return frozenset(plan.nodes)
-    # Long ago: an agent that was away hands over its old records.
+    # An old generation: an agent that was away sends its old records.
     return _planned(job)
 
 
 def believed(state: ClusterState, node: NodeName, status: NodeStatus) -> NodeStatus:
-    """Return the status with only credible claims: without processes of other places, and without
-    the progress of processes that no plan has, or that is impossible."""
+    """Return the status with credible claims only: without processes that other slots have, and
+    without progress that is impossible or of processes in no plan."""
     job = state.jobs.get(status.job_id) if status.job_id is not None else None
     if job is None or not status.workers:
         return status
@@ -81,7 +83,8 @@ def believed(state: ClusterState, node: NodeName, status: NodeStatus) -> NodeSta
 
 
 def is_member(job: Job, worker: WorkerId, process: Incarnation) -> bool:
-    """Return whether a plan counts on the process there: the newest, or the one last trained in."""
+    """Return whether the worker has this process in the newest plan, or in the one last trained
+    in."""
     current, trained = job.current, job.current.trained
     if process in (current.processes().get(worker), current.leaving_processes().get(worker)):
         return True
@@ -94,7 +97,7 @@ def is_member(job: Job, worker: WorkerId, process: Incarnation) -> bool:
 
 
 def _is_no_others(job: Job, worker: WorkerId, process: Incarnation) -> bool:
-    """Return whether no plan has the process in another place, whose agent would speak for it."""
+    """Return whether no plan has the process in another slot."""
     counted = job.current.processes(), job.current.leaving_processes()
     own = any(places.get(worker) == process for places in counted)
     return own or all(process not in places.values() for places in counted)
@@ -106,13 +109,13 @@ def _was_member(job: Job, worker: WorkerId, process: Incarnation) -> bool:
 
 
 def _publishes(job: Job, worker: WorkerId, process: Incarnation) -> bool:
-    """Return whether the process is or was first in a plan, and so writes manifests."""
+    """Return whether the process is or was rank 0 of a plan, which writes manifests."""
     first = any(plan.workers[0] == worker for plan in _plans(job))
     return bool(job.lineage.replaced.get(process)) or (first and _was_member(job, worker, process))
 
 
 def _was_asked(job: Job, worker: WorkerId, process: Incarnation) -> bool:
-    """Return whether the process stands by, or is asked by the newest attempt at measuring."""
+    """Return whether the process stands by, or takes part in the newest attempt at measuring."""
     measuring, slow = job.profiling.under_way, job.slow.get(worker)
     if measuring is not None and (worker, process) in measuring.workers:
         return True
@@ -169,8 +172,8 @@ def _may_save(job: Job, what: CheckpointSaved | SaveFailed) -> bool:
 
 
 def _may_restore(job: Job, what: Restored) -> bool:
-    there = job.spec.checkpoint is not None or not what.path
-    return there and _is_generation(job, what.generation) and _is_step(job, what.step)
+    allowed = job.spec.checkpoint is not None or not what.path
+    return allowed and _is_generation(job, what.generation) and _is_step(job, what.step)
 
 
 def _may_evaluate(job: Job, what: Evaluated) -> bool:
@@ -239,6 +242,6 @@ def _believed(job: Job, node: NodeName, worker: WorkerStatus) -> WorkerStatus:
 
 
 def _has_entered(job: Job, place: WorkerId, worker: WorkerStatus) -> bool:
-    """Return whether a kept plan has that place: its processes are no longer known."""
+    """Return whether a kept plan has that worker; the processes of kept plans are not known."""
     plan = job.lineage.plans.get(worker.generation)
     return plan is not None and place in plan.workers

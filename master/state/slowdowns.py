@@ -1,4 +1,4 @@
-"""Slow workers after an event: their rates, and the slowdown that lasts until none is slow.
+"""Slow workers, updated by each event: their rates, and the slowdown that lasts until none is slow.
 
 Pure. Called before the event changes the state, so that a slowdown and its line in events.jsonl
 follow from the event alone. A rate is forgotten with its process. Must not know how a worker is
@@ -30,18 +30,19 @@ _CAUSES: tuple[jobs.Cause, ...] = ("worker slow", "worker well")
 
 
 def concerned_job(state: ClusterState, event: Journaled) -> Job | None:
-    """Return the job whose workers' paces `event` may change: the named one, else the active."""
+    """Return the job whose workers' rates `event` may change: the named one, else the active
+    one."""
     named: JobId | None = getattr(event, "job_id", None)
     job_id = named if named is not None else state.active
     return state.jobs.get(job_id) if job_id is not None else None
 
 
 def slow_after(state: ClusterState, job: Job, event: Journaled) -> dict[WorkerId, jobs.RateChanged]:
-    """Return the slow workers of `job`, which `event` concerns."""
+    """Return the slow workers of `job` after `event`, which concerns it."""
     if isinstance(event, jobs.RateChanged):
         if event.rate < 1:
             return {**job.slow, event.worker: event}
-        return {worker: told for worker, told in job.slow.items() if worker != event.worker}
+        return {worker: change for worker, change in job.slow.items() if worker != event.worker}
     return _without(job, gone_with(state, event)) if job.slow else {}
 
 
@@ -56,7 +57,7 @@ def forget_slow(state: ClusterState, event: Journaled) -> None:
 
 
 def _without(job: Job, gone: Gone) -> dict[WorkerId, jobs.RateChanged]:
-    return {w: told for w, told in job.slow.items() if not gone(w, told.incarnation)}
+    return {w: change for w, change in job.slow.items() if not gone(w, change.incarnation)}
 
 
 def gone_with(state: ClusterState, event: Journaled) -> Gone:
@@ -83,7 +84,7 @@ def gone_with(state: ClusterState, event: Journaled) -> Gone:
 def slowdown_after(
     state: ClusterState, event: Journaled, unix: float
 ) -> tuple[Job, Slowdown] | None:
-    """Return the job of `event` and its slowdown with the event's addition; None: there is none."""
+    """Return the job of `event` and its slowdown updated by the event; None: it changes none."""
     job = concerned_job(state, event)
     if job is None or (job.slowdown is None and not isinstance(event, jobs.RateChanged)):
         return None
@@ -102,7 +103,10 @@ def _workers(
 ) -> tuple[SlowWorker, ...]:
     known = {one.worker: one for one in job.slowdown.workers} if job.slowdown is not None else {}
     slow = slow_after(state, job, event)
-    known |= {told.worker: _slow(job, known.get(told.worker), told, unix) for told in slow.values()}
+    known |= {
+        change.worker: _slow(job, known.get(change.worker), change, unix)
+        for change in slow.values()
+    }
     well = isinstance(event, jobs.RateChanged) and event.is_measured
     ended = {
         one.worker: one if one.until else replace(one, until=unix, well=well)
@@ -114,16 +118,16 @@ def _workers(
     return tuple(ended.get(worker, one) for worker, one in known.items())
 
 
-def _slow(job: Job, known: SlowWorker | None, told: jobs.RateChanged, unix: float) -> SlowWorker:
+def _slow(job: Job, known: SlowWorker | None, change: jobs.RateChanged, unix: float) -> SlowWorker:
     if known is None:
         return SlowWorker(
-            worker=told.worker,
-            ranks=ranks_of(job.current.made, told.worker.node, told.worker),
-            slowest=told,
-            since=unix - told.seconds,
+            worker=change.worker,
+            ranks=ranks_of(job.current.made, change.worker.node, change.worker),
+            slowest=change,
+            since=unix - change.seconds,
             told_at=unix,
         )
-    slowest = min(known.slowest, told, key=lambda one: one.rate)
+    slowest = min(known.slowest, change, key=lambda one: one.rate)
     return replace(known, slowest=slowest, until=0.0, well=False)
 
 

@@ -1,7 +1,7 @@
-"""Trust: tokens that were made, certificates given out and revoked.
+"""Trust: tokens, and certificates issued and revoked.
 
-Part of the journaled state, and the rules about it. Times are Unix times, as in certificates. No
-secret is kept: a token is known by the SHA-256 of its certificate. Pure.
+Journaled state, and the rules about it. Times are Unix times, as in certificates. No secret is
+kept: a token is known by the SHA-256 of its certificate. Pure.
 """
 
 from collections.abc import Callable, Iterable
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Holder = tuple[Role, str]
 
-#: Most tokens valid at one time; more are a mistake.
+#: Most tokens valid at one time.
 MOST_TOKENS = 10_000
 #: Most holders with certificates.
 MOST_HOLDERS = 100_000
-#: Least interval between certificates of a holder; for short-lived ones, a part of their life.
+#: Least seconds between certificates of a holder, and the same as a part of short lives.
 RENEWALS_APART_S = 60.0
 RENEWALS_APART_PART = 1 / 50
-#: Characters of a token's fingerprint that stand for the token, and the fewest that name it.
+#: Characters of a token's fingerprint that are its id, and the fewest that operators may give.
 _ID_CHARACTERS = 12
 _FEWEST_CHARACTERS = 6
 
@@ -57,10 +57,10 @@ class Token:
     #: Holder that asked for it.
     maker: Holder
     role: Role
-    #: The only name that may join by it; empty: any that is free.
+    #: Only name that may join by it; empty: any free name.
     name: str
     expires_at: float
-    #: SHA-256 of the key that has joined by it, and the name; empty: none has.
+    #: SHA-256 of the key that has joined by it, and the name joined as; empty: not used yet.
     key: str = ""
     joined: str = ""
 
@@ -108,7 +108,7 @@ def apply(trust: Trust, event: TrustChanged, unix: float) -> None:
             trust.given[event.role, event.name] = Given(at=unix, expires_at=event.expires_at, by=by)
         case CredentialsRevoked():
             holder = event.role, event.name
-            # The clock may have been set back since the certificate was made.
+            # Never before the certificate: the clock may have been set back since.
             given, before_at = trust.given.get(holder), trust.revoked.get(holder, unix)
             trust.revoked[holder] = max(unix, given.at if given is not None else unix, before_at)
             for ended in [f for f, token in trust.tokens.items() if _ends_with(token, holder)]:
@@ -128,30 +128,34 @@ def check_new_token(trust: Trust, unix: float) -> None:
         raise Denied(f"there are {MOST_TOKENS} tokens already; revoke some, or wait")
 
 
-def check_caller(trust: Trust, who: "Identity", unix: float) -> None:
-    """Check that the caller's certificate is neither revoked nor expired, at a call and again in
-    the iteration that decides on it. Raises Denied."""
-    if was_revoked(trust, who):
-        raise Denied(f"the certificate of {who.role} {who.name} was revoked; join anew by a token")
-    if who.expires_at <= unix:
+def check_caller(trust: Trust, identity: "Identity", unix: float) -> None:
+    """Check that the caller's certificate is neither revoked nor expired. Called at a call, and
+    again in the iteration that decides on it. Raises Denied."""
+    if was_revoked(trust, identity):
+        raise Denied(
+            f"the certificate of {identity.role} {identity.name} was revoked; join anew by a token"
+        )
+    if identity.expires_at <= unix:
         raise Denied("the certificate has expired; join anew by a token")
 
 
-def was_revoked(trust: Trust, who: "Identity") -> bool:
+def was_revoked(trust: Trust, identity: "Identity") -> bool:
     """Return whether the caller's certificate was revoked; always False for tokens."""
-    return not who.token and who.issued_at <= trust.revoked.get((who.role, who.name), -1.0)
+    return not identity.token and identity.issued_at <= trust.revoked.get(
+        (identity.role, identity.name), -1.0
+    )
 
 
-def check_renewal(trust: Trust, who: "Identity", life_s: float, unix: float) -> None:
+def check_renewal(trust: Trust, identity: "Identity", life_s: float, unix: float) -> None:
     """Raise Denied unless the caller may renew its certificate, of the life `life_s`."""
-    given = trust.given.get((who.role, who.name))
+    given = trust.given.get((identity.role, identity.name))
     apart_s = min(RENEWALS_APART_S, RENEWALS_APART_PART * life_s)
     if given is None or not 0 <= (age_s := unix - given.at) < apart_s:
         return
-    kind = StillFresh if unix - who.issued_at < apart_s else TooSoon
+    kind = StillFresh if unix - identity.issued_at < apart_s else TooSoon
     raise kind(
-        f"{who.role} {who.name} was given a certificate {age_s:.1f} s ago; it can be renewed in "
-        f"{apart_s - age_s:.1f} s"
+        f"{identity.role} {identity.name} was given a certificate {age_s:.1f} s ago; it can be "
+        f"renewed in {apart_s - age_s:.1f} s"
     )
 
 
@@ -164,8 +168,8 @@ def check_join(
     issued: "Iterable[Identity]" = (),
 ) -> Role:
     """Return the role with which the token's holder may join as `name`. Raises Denied. `key`:
-    digest of the joiner's key, which may ask again, since its answer may have been lost. `issued`:
-    certificates that were issued without the master."""
+    digest of the joiner's key; the same key may repeat the request, since the answer may have been
+    lost. `issued`: certificates that were issued without the master."""
     token = trust.tokens.get(fingerprint)
     if token is None or token.expires_at < unix:
         raise Denied("the join token has expired or was revoked; make one with 'oobleck pki token'")
@@ -209,5 +213,5 @@ def is_revoked(trust: Trust, holder: Holder) -> bool:
 
 def find_token(trust: Trust, beginning: str) -> str | None:
     """Return the only fingerprint with this beginning, if it is long enough; else None."""
-    found = [f for f in trust.tokens if f.startswith(beginning)]
-    return found[0] if len(found) == 1 and len(beginning) >= _FEWEST_CHARACTERS else None
+    matching = [f for f in trust.tokens if f.startswith(beginning)]
+    return matching[0] if len(matching) == 1 and len(beginning) >= _FEWEST_CHARACTERS else None

@@ -1,7 +1,7 @@
-"""Invariants of the master's state, each sentence beside its check.
+"""Invariants of the master's state, each as a sentence beside its check.
 
-A state that breaks one of them follows from no history that the rules allow. Any decision on it
-would be wrong, so `oobleck-master --validate` ends. Pure; looks at everything and changes nothing.
+No history that the rules allow leads to a state that breaks one. Any decision on it would be wrong,
+so `oobleck-master --validate` ends. Pure: reads everything and changes nothing.
 """
 
 from collections.abc import Collection, Iterator
@@ -97,11 +97,11 @@ def _has_base(current: CurrentPlan) -> bool:
 def _knows_slow(state: ClusterState, job: Job) -> bool:
     processes = job.current.processes()
     return all(
-        0 < told.rate < 1
-        and processes.get(worker, told.incarnation) == told.incarnation
+        0 < change.rate < 1
+        and processes.get(worker, change.incarnation) == change.incarnation
         and worker.node in state.nodes
         and state.nodes[worker.node].registered
-        for worker, told in job.slow.items()
+        for worker, change in job.slow.items()
     )
 
 

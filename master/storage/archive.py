@@ -1,12 +1,11 @@
 """Files of jobs: metrics, evaluations, events and output, and whether the disk takes them.
 
-The workers' output is in `logs/<node>-<slot>.log` of each job, bounded in size. Each line stands
-behind the time of its arrival, so that lines of several workers can be put in order. A full file
-becomes `<name>.log.1` in place of the one before it.
+The workers' output is in `logs/<node>-<slot>.log` of each job, bounded in size. Each line begins
+with the time of its arrival, by which lines of several workers can be merged. A full file is
+renamed to `<name>.log.1`, which replaces an earlier one.
 
-Lines that the disk does not take wait in memory, up to a bound, and are written later; workers'
-output is dropped meanwhile. So a full disk stops no job (`oobleck.master.storage.disk`). Must not
-know the journal.
+While the disk is full, lines wait in memory, up to a bound, and workers' output is dropped. So a
+full disk stops no job (`oobleck.master.storage.disk`). Must not know the journal.
 """
 
 import heapq
@@ -28,9 +27,9 @@ from oobleck.master.storage.disk import Storage, StorageFailed, storing
 from oobleck.master.storage.records import EvaluationLog, EventLog, MetricsLog
 
 MOST_BYTES = 8 << 20
-#: Length at which a line is cut; a longer one is not text that anybody reads.
+#: Characters at which a line is cut.
 _MOST_LINE = 16_384
-#: Lines by which a follower may be behind, and their characters; beyond that it loses lines.
+#: Most lines, and characters of them, by which a follower may lag; beyond that it loses lines.
 _MOST_BEHIND, _MOST_CHARACTERS = 10_000, 4 << 20
 _NAME = re.compile(r"(.+)-(\d+)\.log(\.1)?")
 
@@ -46,7 +45,7 @@ Wanted = Callable[[WorkerId], bool]
 
 @dataclass(slots=True, eq=False)
 class _Newest:
-    """The newest lines of a job, once for all its followers."""
+    """Newest lines of a job, shared by its followers."""
 
     followers: int = 0
     lines: deque[Line] = field(default_factory=deque)
@@ -64,7 +63,7 @@ class _Newest:
 
 
 class Follower:
-    """Follower of a job's output, from its start on."""
+    """Reader of a job's output, from the moment it begins to follow."""
 
     def __init__(self, newest: _Newest, wanted: Wanted) -> None:
         self._newest, self._wanted = newest, wanted
@@ -87,7 +86,7 @@ class LogStore:
     def __init__(self, state_dir: Path, most_bytes: int = MOST_BYTES) -> None:
         self._jobs = state_dir / "jobs"
         self._most_bytes = most_bytes
-        #: Of the jobs that are followed.
+        #: Newest lines of the jobs that are followed.
         self._newest: dict[JobId, _Newest] = {}
 
     def append(self, job_id: JobId, worker: WorkerId, lines: Sequence[str], unix: float) -> None:
@@ -137,13 +136,13 @@ def _read(worker: WorkerId, file: BufferedReader, size: int) -> Iterator[Line]:
 
 @dataclass(slots=True)
 class _Gap:
-    """Gap in a job's records: the steps that later ones wait for, and since when they do."""
+    """Gap in a job's records: missing steps that later records wait for, and since when."""
 
     missing: range = range(0)
     since: float = 0.0
-    #: Last step whose record waited, or was expected, at that time.
+    #: Last step whose record waited, or was expected, when the gap was noticed.
     behind: int = 0
-    #: True: the records that were missing before have been given up since.
+    #: True if an earlier gap was given up since.
     passed: bool = False
 
 
@@ -156,7 +155,7 @@ class Archive:
         self.logs = LogStore(config.state_dir)
         self._metrics: dict[JobId, MetricsLog] = {}
         self._evaluations: dict[JobId, EvaluationLog] = {}
-        #: Logs that have something to write, oldest first.
+        #: Logs with unwritten lines, oldest first.
         self._unwritten: dict[MetricsLog | EvaluationLog, None] = {}
         self._gaps: dict[JobId, _Gap] = {}
 
@@ -191,18 +190,19 @@ class Archive:
             self._gaps.setdefault(job_id, _Gap())
 
     def has_waiting(self, job_id: JobId) -> bool:
-        """Return whether records wait for others, and will be written without them after a time."""
+        """Return whether records wait for missing ones, without which they are written after some
+        time."""
         return job_id in self._gaps and not self.storage.problem and self.metrics(job_id).waits
 
     def held_up(self) -> list[JobId]:
-        """Return the jobs with records that waited for room, which there is now."""
+        """Return the jobs whose records waited for disk space that is free now."""
         return [job_id for job_id in self._gaps if self.metrics(job_id).is_held_up]
 
     def given_up(self, now: float, late_s: float) -> dict[JobId, range]:
-        """Return the steps whose records nobody has sent for long though others wait for them.
-        `late_s`: part of the time for which the master itself was away. A gap behind one that was
-        given up has lasted as long."""
-        found = {}
+        """Return the steps whose records are given up: later ones have waited too long for them.
+        `late_s`: the master's own delay, which does not count. A gap that follows a given-up one
+        counts from the same time."""
+        given_up = {}
         for job_id, gap in list(self._gaps.items()):
             metrics = self.metrics(job_id)
             missing = metrics.missing
@@ -217,11 +217,11 @@ class Archive:
                 gap.missing, gap.passed = missing, False
             elif missing:
                 gap.passed = True
-                found[job_id] = missing
-        return found
+                given_up[job_id] = missing
+        return given_up
 
     def lose(self, job_id: JobId, steps: range) -> None:
-        """Note that the records of these steps never come."""
+        """Give up the records of these steps."""
         self.metrics(job_id).lose(steps)
 
     def take_evaluation(self, job_id: JobId, record: EvaluationRecord) -> bool:
@@ -240,7 +240,7 @@ class Archive:
             self.storage.failed(failed)
 
     def forget(self, job_id: JobId) -> None:
-        """Write what still waits, and forget the job. Its files are complete, and stay."""
+        """Write what still waits, and forget the job. Its files are complete then, and stay."""
         self._gaps.pop(job_id, None)
         self.write()
         if self.storage.problem:  # some records may still wait
@@ -250,7 +250,7 @@ class Archive:
             known.pop(job_id, None)
 
     def write(self) -> None:
-        """Put what waits on disk, unless that failed and nothing has changed since."""
+        """Write waiting lines, unless that failed and the disk has no space since."""
         if self.storage.problem:
             return
         try:
@@ -262,7 +262,7 @@ class Archive:
             self.storage.failed(failed)
 
     def asks_again(self) -> bool:
-        """Return whether records were dropped while the disk was full, and clear that note."""
+        """Return, once, whether records were dropped while the disk was full."""
         left = [metrics for metrics in self._metrics.values() if metrics.left_some]
         for metrics in left:
             metrics.left_some = False

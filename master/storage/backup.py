@@ -1,16 +1,16 @@
 """Backup of a state directory while the master keeps writing to it, and its restoration.
 
-A backup is one consistent point, a length of the journal, and nothing waits for it:
+A backup is one consistent point, a length of the journal, and delays nothing:
 
 - The lengths of all `events.jsonl` are taken before the journal's. So no file has a line that the
-  journal lacks, and a restart makes the lines that a file lacks.
+  journal lacks; lines that a file lacks are made again at the start.
 - The journal's length is taken between two iterations of the master, so at the end of a commit. If
-  compaction has put another journal in place since the first look, all begins anew.
+  compaction has replaced the journal since `look`, the backup begins anew.
 - The lengths of `metrics.jsonl` and `evaluations.jsonl` come last, and may be ahead, as after a
   crash.
 
-Profiles and wheels appear whole; wheels are opened at the first look, since a job that ends removes
-its own. Files that grow are cut at the end of a line.
+Profiles and wheels are created atomically; wheels are opened in `look`, since a job that ends
+removes its own. Files that grow are cut at the end of a line.
 
 All of a backup is checked before anything is restored. While files are copied, the directory has
 the file `restoring`, and no master starts on it; the next `--restore` begins anew. Must not know
@@ -83,11 +83,11 @@ class Capture:
         self._events = dict(self._lengths([_EVENTS]))
 
     def fix(self) -> bool:
-        """Take the journal's length, and return whether it is the one that `look` found. The caller
-        makes sure that no commit is under way. Raises OSError."""
-        found = os.fstat(self._journal.fileno())
-        self._journal_bytes = found.st_size
-        return os.path.samestat(found, os.stat(self._root / JOURNAL))
+        """Take the journal's length, and return whether it is still the journal that `look` opened.
+        Must not run during a commit. Raises OSError."""
+        opened = os.fstat(self._journal.fileno())
+        self._journal_bytes = opened.st_size
+        return os.path.samestat(opened, os.stat(self._root / JOURNAL))
 
     def parts(self) -> Iterator[Part]:
         """Yield all files, the journal first. Raises OSError."""
@@ -121,7 +121,8 @@ class Capture:
                 yield self._name(path), whole_lines(file)
 
     def _log(self, path: Path) -> Iterator[Part]:
-        """Yield a log and the full one before it, once if the first has just become the second."""
+        """Yield a log and the full one before it; only one if the first has just become the
+        second."""
         before = path.with_suffix(".log.1")
         with ExitStack() as opened:
             files: dict[str, BinaryIO] = {}
@@ -161,15 +162,15 @@ def check_target(state_dir: Path, backup: Path) -> None:
             f"--state-dir {state_dir} is inside the backup {backup}; choose one outside of it"
         )
     try:
-        found = {path.name for path in state_dir.iterdir()}
+        names = {path.name for path in state_dir.iterdir()}
     except FileNotFoundError:
         return
     except OSError as error:
         text = f"--state-dir {state_dir} cannot be read ({error.strerror}); choose another one"
         raise Unusable(text) from error
-    if _UNDER_WAY in found:
+    if _UNDER_WAY in names:
         return
-    if more := sorted(found - _ALLOWED):
+    if more := sorted(names - _ALLOWED):
         raise Unusable(
             f"--state-dir {state_dir} is not empty (it has {more[0]}); restore into another one, "
             "or leave --restore out to go on from what is there"
@@ -203,7 +204,7 @@ def check_backup(backup: Path) -> Summary:
 
 
 def brings_authority(summary: Summary, state_dir: Path) -> bool:
-    """Return whether to restore the backup's authority: it has one, and the directory none."""
+    """Return whether to restore the backup's authority: it has one, and the directory has none."""
     marker = state_dir / _UNDER_WAY
     left = marker.is_file() and marker.read_text() == AUTHORITY
     return summary.has_authority and (left or not (state_dir / AUTHORITY).exists())

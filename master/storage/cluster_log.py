@@ -1,7 +1,5 @@
-"""The cluster's newest events, as the JSON lines that operators get, in memory.
-
-They follow from the journal, and a snapshot of it keeps them. Must not know what events mean.
-"""
+"""The cluster's newest events in memory, as JSON lines for operators. They follow from the journal
+and are in its snapshots. Must not know what events mean."""
 
 from collections import deque
 from collections.abc import Iterable, Sequence

@@ -1,10 +1,10 @@
-"""Policy for a full disk: which files may still be written.
+"""Policy for a full disk: the journal comes first.
 
-Decisions need the journal first, so a file reserves a part of the disk for it. When the disk is
-full that file is removed. Then the journal has room for the decisions on running jobs. All other
-files wait in memory and with the agents, and new jobs are refused. When there is room again the
-file is made again, and normal operation resumes. Where even the journal cannot be written, the
-master decides nothing until it can; training continues meanwhile.
+A file reserves a part of the disk for the journal and is removed when the disk is full. Then the
+journal has space for the decisions on running jobs. All other data wait in memory and with the
+agents, and new jobs are refused. When there is space again the file is made again, and normal
+operation resumes. While even the journal cannot be written, the master decides nothing; training
+continues.
 """
 
 import errno
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 #: Size of the reserve: thousands of decisions.
 RESERVE_BYTES = 4 << 20
-#: With less than this the disk counts as full even before a write fails.
+#: Free bytes below which the disk counts as full even before a write fails.
 LOW_BYTES = 1 << 20
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 #: Interval at which the disk is checked.
@@ -50,7 +50,7 @@ def append(descriptor: int, data: bytes, *, torn: str, sync: bool) -> None:
             os.write(descriptor, data[:half])
             process.reach(torn)
             data = data[half:]
-        while data:  # a nearly full disk takes a part and refuses the rest
+        while data:  # a nearly full disk may write only a part
             data = data[os.write(descriptor, data) :]
         if sync:
             os.fdatasync(descriptor)
@@ -65,13 +65,13 @@ class Storage:
     def __init__(self, state_dir: Path) -> None:
         self._directory = state_dir
         self._reserve = state_dir / "reserve"
-        #: Problem as text for operators, with the way out; empty: none.
+        #: Problem as text for operators, with the fix; empty: none.
         self.problem = ""
         self._looked_at = float("-inf")
         self._hold_back()
 
     def look(self, now: float) -> bool:
-        """Check the disk, if that was not just done; return whether it has room again."""
+        """Check the disk, unless it was just checked; return whether it has space again."""
         if now - self._looked_at < LOOK_S:
             return False
         self._looked_at = now
@@ -93,14 +93,14 @@ class Storage:
         return True
 
     def failed(self, failure: StorageFailed) -> None:
-        """Note a failed write; it is repeated when `look` sees room."""
+        """Note a failed write, which is repeated when `look` finds space."""
         self._say(str(failure))
 
     def give_way(self) -> bool:
-        """Release the reserve for the journal; return whether there was one."""
+        """Remove the reserve, to give the journal its space; return whether there was one."""
         try:
             self._reserve.unlink()
-        except OSError:  # it is not there, or cannot be removed
+        except OSError:  # there is none, or it cannot be removed
             return False
         log.warning("the room held back for the journal is used")
         return True
@@ -114,11 +114,11 @@ class Storage:
             log.error("storage failed", extra={"reason": words})
 
     def _free_bytes(self) -> int:
-        found = os.statvfs(self._directory)
-        return found.f_bavail * found.f_frsize
+        disk = os.statvfs(self._directory)
+        return disk.f_bavail * disk.f_frsize
 
     def _hold_back(self) -> bool:
-        """Make the file that reserves space; return whether it is there."""
+        """Make the file that reserves space; return whether it exists."""
         try:
             descriptor = os.open(self._reserve, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:

@@ -30,7 +30,7 @@ from oobleck.master.storage.incident_lines import (
     slowdown_line,
 )
 
-#: Names in the file, and fields, of events that are written with these as they are.
+#: Events that are written as they are: the event's name in the file, and the fields.
 _PLAIN: Mapping[type[Journaled], tuple[str, ...]] = {
     nodes.NodeDrainRequested: ("node_draining", "node", "reason", "force"),
     nodes.NodeKept: ("node_kept", "node", "reason"),
@@ -55,7 +55,7 @@ class _Named(msgspec.Struct, frozen=True):
 
 
 def is_of_credentials(line: str) -> bool:
-    """Return whether the cluster's line is about a token or a certificate."""
+    """Return whether a line of the cluster's events is about a token or a certificate."""
     return msgspec.json.decode(line, type=_Named).event in _OF_CREDENTIALS
 
 
@@ -65,7 +65,7 @@ def lines_of(state: ClusterState, event: Journaled, unix: float) -> list[tuple[J
     over = list(_incidents(state, event, unix))
     last = (
         [lines.pop()] if over and isinstance(event, jobs.JobEnded) else []
-    )  # the end stays the last
+    )  # the line of the job's end stays last
     return [*lines, *over, *last]
 
 
@@ -73,9 +73,9 @@ def _incidents(
     state: ClusterState, event: Journaled, unix: float
 ) -> Iterator[tuple[JobId, EventLine]]:
     """Yield a line for each incident or slowdown that ends with `event`."""
-    found = incident_after(state, event, unix)
-    if found is not None and closes(found[0], event):
-        yield found[0].id, incident_line(*found, event, unix)
+    incident = incident_after(state, event, unix)
+    if incident is not None and closes(incident[0], event):
+        yield incident[0].id, incident_line(*incident, event, unix)
     apart = own_error_after(state, event, unix)
     if apart is not None:
         yield apart[0].id, incident_line(*apart, event, unix)
@@ -125,7 +125,7 @@ def _line(state: ClusterState, event: Journaled) -> EventLine | None:
             reason = drain.reason if drain is not None else ""
             forced = event.job_id is not None
             if drain is not None and drain.by == "quarantine" and not forced:
-                return None  # nobody asked for it, and node_quarantined has told it
+                return None  # no drain by an operator, and node_quarantined has its line
             return _with("node_drained", event, "node") | {"reason": reason, "abrupt": forced}
         case jobs.JobSubmitted(spec=spec):
             return _with("submitted", spec, "name")
@@ -136,8 +136,8 @@ def _line(state: ClusterState, event: Journaled) -> EventLine | None:
             return _with(name, worker, "node", "slot") | {"reason": event.reason}
         case jobs.MeasuringStarted():
             workers = [str(worker) for worker, _ in event.workers]
-            told = {"event": "profiling", "workers": workers, "attempt": event.wish.attempt}
-            return told | ({"passed_over": event.passed_over} if event.passed_over else {})
+            line = {"event": "profiling", "workers": workers, "attempt": event.wish.attempt}
+            return line | ({"passed_over": event.passed_over} if event.passed_over else {})
         case jobs.CheckpointPublished(saved=saved):
             return _with("checkpoint_saved", saved, "step", "path", "bytes", "seconds", "request")
         case jobs.SaveProblem(failed=failed):
@@ -150,12 +150,12 @@ def _line(state: ClusterState, event: Journaled) -> EventLine | None:
                 "generation": restored.generation,
             }
         case jobs.RateChanged(worker=worker):
-            told = _with("rate_changed", event, "rate", "step_s", "usual_s", "steps", "seconds")
+            line = _with("rate_changed", event, "rate", "step_s", "usual_s", "steps", "seconds")
             if event.alone:
-                told["alone"] = True
+                line["alone"] = True
             if event.hindrance:
-                told["hindrance"] = event.hindrance
-            return told | _with("rate_changed", worker, "node", "slot")
+                line["hindrance"] = event.hindrance
+            return line | _with("rate_changed", worker, "node", "slot")
         case jobs.JobWaiting(causes=causes):
             return {"event": "waiting", "reason": "; ".join(causes), "causes": causes}
         case _:
@@ -172,8 +172,8 @@ def _cut_line(event: JournalCut, job_id: JobId | None) -> EventLine:
 
 
 def cluster_line(state: ClusterState, event: Journaled) -> EventLine | None:
-    """Return the line of the cluster's events; None: `event` is about the inside of one job, or
-    too frequent, as renewals of certificates are. `state` is as before it."""
+    """Return the line for the cluster's events; None: `event` concerns only one job, or is too
+    frequent, such as renewals of certificates. `state` is as before it."""
     match event:
         case MasterStarted():
             return {"event": "master_started"}

@@ -39,7 +39,7 @@ from oobleck.planner.recovery.course import MORPH
 
 #: `event` and its fields.
 EventLine = Mapping[str, object]
-#: Phase in which earlier steps are committed again, after a return to a checkpoint.
+#: Phase of repeating steps after a return to a checkpoint.
 REDO = "redo"
 
 
@@ -60,10 +60,10 @@ def plan_lines(state: ClusterState, event: PlanMade) -> list[EventLine]:
 
 def _versions(state: ClusterState, job: Job, event: PlanMade) -> list[EventLine]:
     """Return a line on versions that differ on the plan's nodes, if they are new."""
-    found = state.versions_of(event.plan.nodes)
-    if set(version_pairs(found)) <= {*job.lineage.mixed}:
+    differences = state.versions_of(event.plan.nodes)
+    if set(version_pairs(differences)) <= {*job.lineage.mixed}:
         return []
-    return [{"event": "versions_differ", "versions": found}]
+    return [{"event": "versions_differ", "versions": differences}]
 
 
 def end_lines(
@@ -195,7 +195,7 @@ def incident_line(job: Job, incident: Incident, event: Journaled, unix: float) -
 
 
 def setback_line(setback: Setback) -> dict[str, object]:
-    """Build a setback's fields; null: it does not apply, or is not known."""
+    """Build a setback's fields; null: not applicable or not known."""
     return {
         "kind": setback.kind,
         "summary": headline(setback),
@@ -215,23 +215,24 @@ def setback_line(setback: Setback) -> dict[str, object]:
 
 def _witnesses(incident: Incident) -> list[Mapping[str, object]]:
     """List by time the reports of agents, peers and streams, and the master's own findings."""
-    told = [
+    reported = [
         (seen.at, seen.what.by, seen.what.observer, seen.what.about, seen.what.saw)
         for seen in incident.evidence
     ]
-    found = [
+    own = [
         (setback.declared_at, setback.found_by, "master", setback.node, setback.reason)
         for setback in incident.setbacks
         if setback.found_by
     ]
     return [
         {"time": at, "by": by, "observer": observer, "about": about or None, "saw": saw}
-        for at, by, observer, about, saw in sorted([*told, *found], key=lambda seen: seen[0])
+        for at, by, observer, about, saw in sorted([*reported, *own], key=lambda seen: seen[0])
     ]
 
 
 def _last_generation(job: Job, incident: Incident) -> Generation:
-    """Return the last generation that answered the incident; nodes may have joined since."""
+    """Return the last generation that answered the incident, which need not be the newest: nodes
+    may have joined since."""
     return incident.attempts[-1].generation if incident.attempts else job.current.generation
 
 
@@ -242,7 +243,8 @@ def _salvaged(incident: Incident) -> int:
 
 
 def _attempts(incident: Incident) -> Iterator[dict[str, object]]:
-    """Yield each generation that answered, and the one that overtook it, if any."""
+    """Yield each generation that answered, with the one that replaced it before its first step, if
+    any."""
     for number, attempt in enumerate(incident.attempts):
         stats, following = attempt.transition, incident.attempts[number + 1 : number + 2]
         yield {

@@ -6,9 +6,9 @@ The file has lines, and is only appended to. After the header each line is
 
 CRC-32 (hex) of the rest of the line; `=` where a commit begins and `-` inside one; and the JSON
 text `[sequence, unix, event]`. A commit is one write and one fdatasync, and the next one begins
-after that. So a crash can tear the last commit alone. On opening, an incomplete end of the last
-commit is cut off, kept in a file of its own, and reported (`cut`). A bad line with a later commit
-behind it is not a crash but damage: such a file is refused, with the way out.
+after that. So a crash can tear only the last commit. On opening, an incomplete last commit is cut
+off, kept in a file of its own, and reported (`cut`). A bad line that is followed by a commit is
+damage rather than a crash: such a file is refused, and the error says the way out.
 
 `compact` replaces events by a snapshot of the state. A new file whose first line is the snapshot
 takes the place of the old one, which stays as `journal.old`.
@@ -35,7 +35,7 @@ from oobleck.master.events.unions import Journaled
 from oobleck.master.storage.disk import append, storing
 
 #: Format of events and snapshots. A master raises a lower format in a file to its own, and refuses
-#: a higher one. It grows where an earlier master would read the file and decide wrongly.
+#: a higher one. Raise it when an earlier master would decide wrongly by the file.
 FORMAT = 1
 _HEADER = b"oobleck-journal %d\n" % FORMAT
 _NUMBER = re.compile(rb"oobleck-journal ([1-9])\n")
@@ -43,7 +43,7 @@ THAT_RELEASE = "start the release that wrote it, or a later one"
 _BEGINS, _GOES_ON = b"=", b"-"
 #: CRC, space, mark, space.
 _PREFIX = 11
-#: Least size of events, also in snapshots, that is worth a new snapshot.
+#: Least bytes of events since the snapshot that are worth a new one.
 _COMPACT_BYTES = 2 << 20
 _COMPACT_SNAPSHOTS = 4
 
@@ -53,7 +53,7 @@ class JournalUnusable(Exception):
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Snapshot of the state after all earlier events, in a form that only its maker reads."""
+    """Snapshot of the state after all earlier events; its content is opaque here."""
 
     content: str
 
@@ -130,10 +130,10 @@ class Journal:
         """Return the format of a file that begins with `head`. Raises JournalUnusable."""
         if _HEADER.startswith(head):
             return FORMAT
-        found = _NUMBER.fullmatch(head)
-        if found is None:
+        match = _NUMBER.fullmatch(head)
+        if match is None:
             raise self.unusable("is not a journal of Oobleck")
-        if (number := int(found[1])) > FORMAT:
+        if (number := int(match[1])) > FORMAT:
             raise self.unusable(
                 f"is of a later release (format {number}; this one reads up to {FORMAT}): "
                 f"{THAT_RELEASE}"
@@ -149,7 +149,7 @@ class Journal:
             os.fdatasync(file.fileno())
 
     def _scan(self, file: IO[bytes]) -> tuple[int, bool]:
-        """Return where the whole lines end, and whether a commit begins behind a bad one."""
+        """Return where the whole lines end, and whether a commit follows a bad line."""
         end = file.tell()
         if end < len(_HEADER):
             return 0, False
@@ -165,7 +165,7 @@ class Journal:
         return end, False
 
     def _follows(self, payload: bytes) -> bool:
-        """Return whether the payload is the next entry, and if so count it."""
+        """Return whether the payload is the next entry; if so, count it."""
         sequence = int(payload[1 : payload.index(b",")])
         is_snapshot = self._last == 0 and sequence > 0 and _is_snapshot(payload)
         if sequence != self._last + 1 and not is_snapshot:
@@ -250,15 +250,15 @@ class Journal:
     # ---- writing
 
     def append(self, event: Journaled, unix: float) -> None:
-        """Add `event`. It must not be acted on before `commit`."""
+        """Add `event`. Its effects must not be visible before `commit`."""
         self._last += 1
         mark = _GOES_ON if self._batch else _BEGINS
         line = _line(mark, encode(_Entry(self._last, unix, event)))
         self._batch.append(line)
 
     def commit(self) -> None:
-        """Put all appended events on disk. Raises StorageFailed: then none of them is on disk, and
-        the caller may try again."""
+        """Write all appended events to disk. Raises StorageFailed: then none of them is on disk,
+        and the caller may retry."""
         if not self._batch:
             return
         data = b"".join(self._batch)
@@ -289,8 +289,8 @@ class Journal:
         return self._tail_bytes > least
 
     def compact(self, content: str, unix: float) -> None:
-        """Replace all events, which are committed, by a snapshot, the text `content`. Raises
-        StorageFailed; they are there then, in one form or the other."""
+        """Replace all events, which are committed, by the snapshot `content`. Raises StorageFailed;
+        then the journal has either the events or the snapshot."""
         assert not self._batch, "only what is committed can be replaced"
         entry = encode(_Entry(self._last, unix, Snapshot(content=content)))
         with storing(self._old):
@@ -301,7 +301,7 @@ class Journal:
         try:
             self._create([_line(_BEGINS, entry)])
         finally:
-            # Also after a failure: the new file may be in its place, and not known to stay there.
+            # Also after a failure: the new file may be in place, though perhaps not durably.
             before, self._descriptor = self._descriptor, self._open_to_append()
             os.close(before)
         self._tail_bytes, self._snapshot_bytes = 0, len(entry)

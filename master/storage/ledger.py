@@ -1,6 +1,6 @@
 """Ledger: the state, the journal that it follows from, and the files of jobs.
 
-Every change of the state passes through the ledger: `journal` journals an event and applies it,
+All changes of the state pass through the ledger: `journal` journals an event and applies it,
 `observe` only applies it. A new ledger replays the journal. Must not know who learns of a change,
 when a decision is due, gRPC, agents' sessions or time-outs.
 
@@ -67,7 +67,7 @@ from oobleck.master.storage.snapshot import restore, take
 log = logging.getLogger(__name__)
 
 
-#: Fields that are logged of any event that has them, and their names in the log.
+#: Fields of events that are logged, and their names in the log.
 _FIELDS = {
     "job_id": "job",
     "node": "node",
@@ -84,7 +84,8 @@ _FIELDS = {
     "kept_as": "kept_as",
     "records": "records",
 }
-#: Level and words of events that report a failure; others are told by their names, as words.
+#: Level and message of events that report a failure; the message of others is their class name as
+#: words.
 _FAILURES: Mapping[type[Journaled], tuple[int, str]] = {
     NodeLost: (logging.WARNING, "a node is lost"),
     WorkerLost: (logging.WARNING, "a worker is lost"),
@@ -100,16 +101,16 @@ _FAILURES: Mapping[type[Journaled], tuple[int, str]] = {
     JobFailed: (logging.ERROR, "the job failed"),
 }
 _WORDS = re.compile(r"(?<!^)(?=[A-Z])")
-#: Largest profile that is read; that of the largest model has a megabyte.
+#: Most bytes of a profile; that of the largest model has a megabyte.
 MOST_BYTES = 16 << 20
 #: Number of last events reported with a broken invariant, and characters of each.
 _LAST_EVENTS = 20
 _EVENT_WIDTH = 200
 
 
-def tell(event: Journaled) -> None:
-    found = ((told, getattr(event, name, None)) for name, told in _FIELDS.items())
-    fields = {told: value for told, value in found if value not in (None, "")}
+def log_event(event: Journaled) -> None:
+    named = ((shown, getattr(event, name, None)) for name, shown in _FIELDS.items())
+    fields = {shown: value for shown, value in named if value not in (None, "")}
     match event:
         case NodeRegistered(facts=facts):
             fields |= {"node": facts.node, "pid": facts.pid}
@@ -128,7 +129,7 @@ def tell(event: Journaled) -> None:
         case JobRestored(restored=restored, lost_steps=lost):
             fields |= {"step": restored.step, "lost_steps": lost}
         case _:
-            pass  # the fields say all
+            pass  # `_FIELDS` has all
     level, words = _FAILURES.get(type(event), (logging.INFO, _name(event)))
     match event:
         case NodeLost(cause="left"):
@@ -149,11 +150,11 @@ def _name(event: Journaled) -> str:
 
 def read_profiles(folder: Path) -> ProfilesFound:
     """Read all stored profiles. Unreadable ones are logged and returned."""
-    found: dict[str, Profile] = {}
+    profiles: dict[str, Profile] = {}
     unusable: dict[str, str] = {}
     for path in sorted(folder.glob("*.json")):
         try:
-            found[path.stem] = parse_profile(read_regular(path, MOST_BYTES))
+            profiles[path.stem] = parse_profile(read_regular(path, MOST_BYTES))
         except OSError as error:
             unusable[path.stem] = error.strerror or str(error)
         except ValueError as error:
@@ -161,7 +162,7 @@ def read_profiles(folder: Path) -> ProfilesFound:
         if path.stem in unusable:
             why = {"path": path, "reason": unusable[path.stem]}
             log.warning("stored profile passed over", extra=why)
-    return ProfilesFound(profiles=found, unusable=unusable)
+    return ProfilesFound(profiles=profiles, unusable=unusable)
 
 
 def write_profile(folder: Path, key: str, profile: Profile, notes: Mapping[str, object]) -> None:
@@ -190,7 +191,7 @@ class Ledger:
         #: Not even the journal can be written.
         self.stuck = False
         self._profiles = config.profiles
-        #: Invariants that the journal of earlier masters broke, which do not end this one. None:
+        #: Invariants that the replayed journal breaks already: these do not end this master. None:
         #: the state is not validated, or its observed part is not rebuilt yet.
         self._broken_before: frozenset[str] | None = None
         #: Last events applied.
@@ -209,10 +210,11 @@ class Ledger:
         return self._journal.committed
 
     def journal(self, event: Journaled) -> None:
-        """Journal the event and apply it; before `commit` nobody outside may see it."""
+        """Journal the event and apply it. Its effects must not be visible outside before
+        `commit`."""
         unix = self.unix()
         self._journal.append(event, unix)
-        tell(event)
+        log_event(event)
         self._apply_event(event, self.now(), unix)
         if isinstance(event, ProfileChosen) and event.source == "measured":
             self._store_profile(event, unix)
@@ -221,7 +223,7 @@ class Ledger:
         self._apply(event, at, self.unix())
 
     def find_profiles(self) -> None:
-        """Read the profiles again, since operators may add, replace and remove the files."""
+        """Read the profiles again: operators may add, replace and remove the files."""
         self.observe(read_profiles(self._profiles), self.now())
 
     def commit(self) -> bool:
@@ -241,10 +243,10 @@ class Ledger:
         if not self._journal.wants_compaction or self.problem:
             return
         self.archive.write()
-        if self.problem:  # these events alone can give the lines that are in no file yet
+        if self.problem:  # lines that are in no file yet can only be made from these events
             return
         try:
-            self.archive.events.sync()  # earlier lines are not made again
+            self.archive.events.sync()  # lines of compacted events are not made again
             self._journal.compact(self._snapshot(), self.unix())
         except StorageFailed as failed:
             self.archive.storage.failed(failed)
@@ -264,14 +266,14 @@ class Ledger:
         self._begin_term(config)
         if validates:
             self._broken_before = frozenset(map(str, violations(self.state)))
-            for found in sorted(self._broken_before):
-                log.warning("the journal has a state that is not sound", extra={"reason": found})
+            for broken in sorted(self._broken_before):
+                log.warning("the journal has a state that is not sound", extra={"reason": broken})
         for job in self.state.jobs.values():
             archive.metrics(job.id).start_after(job.rollback.resumed_step)
             for lost in job.lost.last:
                 archive.lose(job.id, lost.steps)
             if job.state == "succeeded" and not job.profile_only:
-                # The job may have ended before its last lines were on disk.
+                # An ended job may still lack its last lines.
                 archive.expect(job.id, job.spec.training.steps)
             records = archive.metrics(job.id).recent
             self.observe(RecordsReceived(job_id=job.id, records=records), now)
@@ -285,8 +287,8 @@ class Ledger:
         self.compact()
 
     def _begin_term(self, config: MasterConfig) -> None:
-        """Name a new journal. Begin a new term with one from elsewhere, since another master may
-        continue from the same journal."""
+        """Begin the first term of a new journal, or a new term of a journal from elsewhere, since
+        another master may continue from the same journal."""
         history, token = self.state.history, self._environment.token
         term, cluster = history.term, config.cluster or history.cluster
         if term is None:
@@ -335,8 +337,8 @@ class Ledger:
             self.archive.events.resume(event.records)
         for job_id, line in lines_of(self.state, event, unix):
             self.archive.events.add(job_id, line, unix)
-        if (told := cluster_line(self.state, event)) is not None:
-            self.archive.cluster.add(self.state.sequence + 1, told, unix)
+        if (cluster_event := cluster_line(self.state, event)) is not None:
+            self.archive.cluster.add(self.state.sequence + 1, cluster_event, unix)
         self._apply(event, now, unix)
         if isinstance(event, JobForgotten):
             self.archive.forget(event.job_id)
@@ -354,8 +356,8 @@ class Ledger:
         try:
             validate(self.state, self._broken_before)
         except InvariantViolation as violation:
-            told = (f"{at:.3f} {event!r}"[:_EVENT_WIDTH] for at, event in self._last)
-            violation.last_events = tuple(told)
+            texts = (f"{at:.3f} {event!r}"[:_EVENT_WIDTH] for at, event in self._last)
+            violation.last_events = tuple(texts)
             raise
 
     def _store_profile(self, event: ProfileChosen, unix: float) -> None:
@@ -372,7 +374,7 @@ class Ledger:
 
 def _check_cluster(history: History, config: MasterConfig) -> None:
     """Check that the journal was not written under another authority. Raises Unusable."""
-    # Only the id of an authority has so many digits; a cluster may get its first one later.
+    # A longer id is an authority's: a cluster without one may get its first authority later.
     had_authority = len(history.cluster) > 2 * ID_BYTES
     if had_authority and config.cluster not in ("", history.cluster):
         raise Unusable(

@@ -1,16 +1,16 @@
 """JSON lines of each job: events.jsonl, metrics.jsonl and evaluations.jsonl.
 
-They are only appended to, and open only while lines are written. Lines that the disk does not take
-wait in memory.
+Files are only appended to, and open only while lines are written. Lines that cannot be written wait
+in memory.
 
 Each line of events.jsonl is numbered from 1 and written exactly once. Lines follow from the
 journal, so a crash can cost a file only those of the last commits; the next start makes all lines
-again and skips those that the file has. A file with more lines shows that the journal has lost its
-end.
+again and skips those that the file has. A file with more lines shows that the end of the journal is
+lost.
 
 The other two have one line per committed step, or per evaluation, in step order, exactly once. The
-last whole line gives the last step, and readers find a step by bisection. Must not know where
-records come from, nor who reads them.
+last whole line has the last step, and readers find a step by bisection. Must not know where records
+come from, nor who reads them.
 """
 
 import math
@@ -31,11 +31,11 @@ from oobleck.master.storage.disk import StorageFailed, append, storing
 from oobleck.master.storage.incident_lines import EventLine
 
 T = TypeVar("T")
-#: Enough for the last lines of most files; otherwise more is read.
+#: Bytes at the end of a file to read first: enough for the last lines of most files.
 _TAIL_BYTES = 64 * 1024
-#: Bytes read at a time for one of those who read a file: each has as much until it is sent.
+#: Bytes read at a time for each reader, which holds them until they are sent.
 _READ_BYTES = 16 << 10
-#: Most records that wait for earlier ones; others must be sent again.
+#: Most records that wait for earlier ones; further ones are dropped, and must be sent again.
 _MOST_WAITING = 10_000
 
 
@@ -49,9 +49,8 @@ class JsonLines:
         self._unwritten: list[bytes] = []
 
     def recover(self, read: Callable[[bytes], T], most: int) -> tuple[T, ...]:
-        """Return the last lines, at most `most`, as `read` parses them; none where there is no
-        file. First an incomplete end, which `read` raises ValueError for, is cut off. Raises
-        StorageFailed."""
+        """Cut off an incomplete end, for which `read` raises ValueError, and return the last lines,
+        up to `most`, as `read` parses them; none where there is no file. Raises StorageFailed."""
         with storing(self.path):
             if not self.path.exists():
                 return ()
@@ -79,7 +78,7 @@ class JsonLines:
 
 
 def whole_lines(file: BinaryIO) -> bytes:
-    """Read some whole lines from the file's position on; empty: no whole line is left."""
+    """Read some whole lines from the file's position on; empty: there are no more."""
     text = file.read(_READ_BYTES)
     while text and b"\n" not in text and (more := file.read(len(text))):
         text += more
@@ -92,7 +91,7 @@ def _recover(path: Path, read: Callable[[bytes], T], most: int) -> tuple[T, ...]
         while True:
             start, end = max(0, size - tail_bytes), size
             file.seek(start)
-            # The text before the first newline belongs to a line that began before the tail.
+            # The first piece is the end of a line that began before the tail.
             lines = file.read().splitlines(keepends=True)[1 if start else 0 :]
             while lines and not _is_whole(lines[-1], read):
                 end -= len(lines.pop())
@@ -116,12 +115,12 @@ def _is_whole(line: bytes, read: Callable[[bytes], object]) -> bool:
 class EventLog:
     def __init__(self, state_dir: Path) -> None:
         self._jobs = state_dir / "jobs"
-        #: Number of lines that the journal has given so far.
+        #: Number of lines so far, by the journal.
         self._given: dict[JobId, int] = {}
         self._files: dict[JobId, JsonLines] = {}
-        #: Number of the last line in the file, or still to be written.
+        #: Number of the last line that is in the file or waits to be written.
         self._known: dict[JobId, int] = {}
-        #: Files that have grown since they were last forced to the disk.
+        #: Jobs whose files have grown since they were last synced to disk.
         self._unsynced: set[JobId] = set()
 
     @property
@@ -129,12 +128,12 @@ class EventLog:
         return self._given
 
     def resume(self, given: Mapping[JobId, int]) -> None:
-        """Continue behind these numbers of lines, which are of events that are not replayed."""
+        """Continue after these numbers of lines, from events before the snapshot."""
         for job_id, count in given.items():
             self._given[job_id] = max(self._given.get(job_id, 0), count)
 
     def add(self, job_id: JobId, line: EventLine, unix: float) -> None:
-        """Number the line; `write` adds it to the file, unless it is there."""
+        """Number the line; `write` appends it, unless the file has it already."""
         number = self._given.get(job_id, 0) + 1
         self._given[job_id] = number
         if number > self._known_of(job_id):
@@ -142,7 +141,7 @@ class EventLog:
             self._known[job_id] = number
 
     def ahead(self) -> dict[JobId, int]:
-        """Return the number of lines in each file that has more than the journal has given."""
+        """Return the number of lines of each file that has more than follow from the journal."""
         counts = {job_id: self._known_of(job_id) for job_id in self._given}
         return {job_id: n for job_id, n in counts.items() if n > self._given[job_id]}
 
@@ -154,7 +153,7 @@ class EventLog:
                 self._unsynced.add(job_id)
 
     def sync(self) -> None:
-        """Force all written lines to the disk, so that they need not be made again. Raises
+        """Sync all written lines to disk, so that they need not be made again. Raises
         StorageFailed."""
         for job_id in sorted(self._unsynced):
             path = self._path(job_id)
@@ -196,7 +195,7 @@ _read = partial(decode, _Number)
 
 
 class MetricsLog:
-    """Log of step records. A record that arrives early waits for those before it."""
+    """Log of step records. A record that arrives early waits for earlier ones."""
 
     def __init__(self, path: Path) -> None:
         """Recover the file's last records. Raises StorageFailed."""
@@ -205,26 +204,28 @@ class MetricsLog:
         self._waiting: dict[int, StepRecord] = {}
         #: Last records on disk.
         self.recent = self._lines.recover(partial(decode, StepRecord), RECENT_RECORDS)
-        #: Records were dropped because too many wait.
+        #: True if records were dropped because too many wait.
         self.left_some = False
-        #: Records up to this step were taken; those up to `stored_step` are on disk.
+        #: Last step up to which all records were taken; up to `stored_step` they are on disk.
         self.through_step = self.recent[-1].step if self.recent else 0
-        #: The same without lines that are not written yet.
+        #: Last step whose record is on disk.
         self.stored_step = self.through_step
         #: The last step that the job has committed; 0: not known.
         self._last = 0
-        #: Lost records' steps, which are skipped; by the first of each range.
+        #: Ranges of steps whose records are lost, which are skipped, by their first step.
         self._lost: dict[int, range] = {}
-        #: Number of skipped steps so far. Each line has it, so the last line restores it.
+        #: Number of steps so far that training skipped. Each line has it, so the last line restores
+        #: it.
         self._skipped_steps = self.recent[-1].skipped_steps if self.recent else 0
 
     @property
     def is_stored(self) -> bool:
-        """True if all taken records are on disk, except those that wait for others."""
+        """True if all taken records are on disk, except those that wait for earlier ones."""
         return not self._lines.unwritten
 
     def start_after(self, step: int) -> None:
-        """Begin after `step`, since the job began at a checkpoint: earlier records never arrive."""
+        """Begin after `step`, since the job began at a checkpoint: earlier steps have no
+        records."""
         self._go_on(step)
 
     def expect(self, last: int) -> None:
@@ -232,7 +233,7 @@ class MetricsLog:
         self._last = last
 
     def lose(self, steps: range) -> None:
-        """Skip the records of these steps, once all before them are there."""
+        """Skip these steps, once all earlier records are taken."""
         self._lost[steps.start] = steps
         self._pass_over()
 
@@ -273,7 +274,7 @@ class MetricsLog:
 
     @property
     def waits(self) -> bool:
-        """True if records wait for those of earlier steps, or are expected."""
+        """True if records wait for earlier ones, or are expected."""
         return bool(self._waiting) or self.through_step < self._last
 
     @property
@@ -283,8 +284,8 @@ class MetricsLog:
 
     @property
     def missing(self) -> range:
-        """Steps without records that others wait for, or that are expected. Empty until all before
-        them are on disk."""
+        """Steps whose records are missing: later ones wait for them, or they are expected. Empty
+        until all earlier records are on disk."""
         if not self.waits or self._lines.unwritten:
             return range(0)
         end = self._last + 1 if self.through_step < self._last else math.inf
@@ -292,7 +293,7 @@ class MetricsLog:
 
     @property
     def is_held_up(self) -> bool:
-        """True if records wait for room alone."""
+        """True if records wait only for disk space."""
         full = self._lines.unwritten >= _MOST_WAITING
         return not full and self.through_step + 1 in self._waiting
 
@@ -303,7 +304,7 @@ class MetricsLog:
 
 
 class EvaluationLog:
-    """Log of evaluations. None arrives early: every worker reports each before it continues."""
+    """Log of evaluations. They arrive in order: every worker reports one before it continues."""
 
     def __init__(self, path: Path) -> None:
         """Recover the newest evaluation. Raises StorageFailed."""
@@ -314,7 +315,7 @@ class EvaluationLog:
 
     @property
     def stored_step(self) -> int:
-        """Last step with evaluations on disk; 0 while the newest one is not."""
+        """Last evaluated step on disk; 0 while the newest evaluation is not on disk."""
         return self.last.step if self.last is not None and self.is_stored else 0
 
     @property
@@ -351,7 +352,8 @@ class _Step(msgspec.Struct):
 
 
 def read_steps(path: Path, first: int) -> tuple[list[str], int]:
-    """Return some lines from the step `first` on, and the step to continue at. Slow."""
+    """Return some lines from the step `first` on, and the step at which to continue. Slow: it reads
+    the disk."""
     try:
         with open(path, "rb") as file:
             file.seek(_find(file, first))
@@ -364,7 +366,8 @@ def read_steps(path: Path, first: int) -> tuple[list[str], int]:
 
 
 def _find(file: BinaryIO, step: int) -> int:
-    """Return the offset of the first line of `step` or a later one; the end of the file if none."""
+    """Return the offset of the first line of `step` or a later step; the end of the file if there
+    is none."""
 
     def skip_line_before(offset: int) -> None:
         file.seek(max(0, offset - 1))
@@ -372,7 +375,8 @@ def _find(file: BinaryIO, step: int) -> int:
             file.readline()
 
     def step_behind(offset: int) -> int:
-        """Return the step of the first line that begins at `offset` or later; `step` at the end."""
+        """Return the step of the first line that begins at `offset` or later; at the end,
+        `step`."""
         skip_line_before(offset)
         line = file.readline()
         return decode(_Step, line).step if line.endswith(b"\n") else step

@@ -1,7 +1,7 @@
-"""Text of the durable state, and back, so that a journal need not begin at the beginning.
+"""Snapshots: the durable state as text, and back.
 
-It has all fields of the state's dataclasses except the observed ones (`seen`); a new field needs
-nothing here. Must not know where the text is kept.
+The text has all fields of the state's dataclasses except the observed ones (`seen`); a new field
+needs no change here. Must not know where the text is kept.
 """
 
 import base64
@@ -22,7 +22,7 @@ from oobleck.master.state.job_observed import JobSeen
 from oobleck.master.state.node import Node, NodeSeen
 from oobleck.master.storage.cluster_log import Numbered
 
-#: Fields left out: observations, stored profiles, and values written beside the cluster.
+#: Fields left out: observations, stored profiles, and values that the text has elsewhere.
 _LEFT_OUT: Mapping[type, tuple[str, ...]] = {
     ClusterState: (
         "profiles",
@@ -45,7 +45,7 @@ class _Text(msgspec.Struct, frozen=True, kw_only=True):
     state: dict[str, msgspec.Raw]
     nodes: dict[str, dict[str, msgspec.Raw]]
     jobs: dict[str, dict[str, msgspec.Raw]]
-    #: Number of lines in each job's events.jsonl that earlier events have given.
+    #: Number of lines in each job's events.jsonl from earlier events.
     records: dict[JobId, int]
     #: The cluster's newest events; an earlier release kept none.
     events: Sequence[Numbered] = ()
@@ -65,7 +65,7 @@ def take(state: ClusterState, lines: Mapping[JobId, int], events: Sequence[Numbe
 
 
 def restore(content: str, now: float) -> tuple[ClusterState, dict[JobId, int], Sequence[Numbered]]:
-    """Restore what `take` was given, with no observations yet. Raises ValueError."""
+    """Restore the arguments of `take`, without observations. Raises ValueError."""
     try:
         packed = zlib.decompress(base64.b64decode(content))
         text = msgspec.msgpack.decode(packed, type=_Text)
@@ -106,7 +106,7 @@ def _whole(kind: Any, parts: Mapping[str, msgspec.Raw], **observed: object) -> A
         else:
             values[name] = _decoded(text, hint)
     made = kind(**values)
-    for name, items in bounded.items():  # the bounds of the fields are in their defaults
+    for name, items in bounded.items():  # a deque's bound is in the default of its field
         getattr(made, name).extend(items)
     return made
 
@@ -120,7 +120,7 @@ def _kept(kind: type) -> dict[str, Any]:
     """Return the types of those fields of a dataclass that a snapshot holds, by name."""
     assert is_dataclass(kind)
     hints, left_out = get_type_hints(kind), _LEFT_OUT.get(kind, ())
-    # A field that does not count in comparisons follows from the rest.
+    # Fields that are left out of comparisons are caches.
     kept = (field.name for field in fields(kind) if field.compare)
     return {name: hints[name] for name in kept if name not in left_out}
 

@@ -157,7 +157,7 @@ class Spread:
             self.fill(parts)
 
     def parts(self, hops: Iterable[Hop]) -> _Parts:
-        """Split the hops into runs of those that live and runs of lost ones, the holes."""
+        """Split the hops into alternating runs of live hops and of lost ones (the holes)."""
         return [(lives, list(run)) for lives, run in groupby(hops, self._lives)]
 
     def fill(self, parts: _Parts, microbatches: int = 1) -> _Fillings:

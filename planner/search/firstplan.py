@@ -31,7 +31,7 @@ from oobleck.planner.search.templates import feasible_sizes
 # ---- Node specification: the template sizes that a cluster needs (Oobleck §4.1.1).
 
 
-#: Resolution of missing memory in messages, as a part of it.
+#: Resolution of the missing memory in error messages, as a part of the memory.
 _MEMORY_STEPS = 1000
 
 

@@ -101,15 +101,15 @@ def set_up(
 def compare(
     setting: Setting,
     policies: Sequence[RecoveryPolicy],
-    tell: Callable[[str, float], None] = lambda what, time_s: None,
+    report: Callable[[str, float], None] = lambda what, time_s: None,
 ) -> Comparison:
-    """Replay the trace under each policy. `tell` gets what is being done and how far it is."""
+    """Replay the trace under each policy. `report` gets what is being done and how far it is."""
     results = {
-        policy: replay(setting, policy, lambda at, name=policy: tell(name, at))  # type: ignore[misc]
+        policy: replay(setting, policy, lambda at, name=policy: report(name, at))  # type: ignore[misc]
         for policy in policies
     }
     node_s = node_seconds(setting)
-    return Comparison(results=results, bounds=_bounds(setting, node_s, tell), node_s=node_s)
+    return Comparison(results=results, bounds=_bounds(setting, node_s, report), node_s=node_s)
 
 
 def node_seconds(setting: Setting) -> float:
@@ -136,14 +136,14 @@ def _spans(setting: Setting) -> list[tuple[float, int]]:
     return [*spans, (setting.until_s - before_s, before)]
 
 
-def _bounds(setting: Setting, node_s: float, tell: Callable[[str, float], None]) -> Bounds:
+def _bounds(setting: Setting, node_s: float, report: Callable[[str, float], None]) -> Bounds:
     full = setting.batch / setting.full_step_s
     spans = [(span_s, live) for span_s, live in _spans(setting) if span_s]
     best, rates = 0.0, {}
     for live in sorted({live for _, live in spans}):
         # More nodes are never worse: some may stay idle.
         best = rates[live] = max(best, _first_rate(setting, live))
-        tell("bounds", 0.0)
+        report("bounds", 0.0)
     free = sum(span_s * rates[live] for span_s, live in spans)
     return Bounds(
         free_changes=free / setting.until_s,

@@ -115,8 +115,8 @@ class Replay:
         self._look_at: int | None = None
         self._looked: object = None
 
-    def run(self, tell: Callable[[float], None] = lambda time_s: None) -> Result:
-        """Replay the trace to its end; `tell` gets the progress in seconds of the trace."""
+    def run(self, report: Callable[[float], None] = lambda time_s: None) -> Result:
+        """Replay the trace to its end; `report` gets the progress in seconds of the trace."""
         end = ticks(self._setting.until_s)
         curve = [(0.0, 0.0)]
         for instant in self._setting.trace.instants:
@@ -126,7 +126,7 @@ class Replay:
             self._advance(at)
             curve.append((instant.time_s, self._samples()))
             self._apply(instant)
-            tell(instant.time_s)
+            report(instant.time_s)
         self._advance(end)
         curve.append((self._setting.until_s, self._samples()))
         waits = self._waits_since if self._due() is None else None
@@ -706,7 +706,7 @@ class Replay:
 def replay(
     setting: Setting,
     policy: RecoveryPolicy,
-    tell: Callable[[float], None] = lambda time_s: None,
+    report: Callable[[float], None] = lambda time_s: None,
 ) -> Result:
     """Replay the setting's trace under `policy`."""
-    return Replay(setting, policy).run(tell)
+    return Replay(setting, policy).run(report)

@@ -65,7 +65,7 @@ def test_a_copy_that_cannot_be_written_is_told_and_tried_again(tmp_path: Path) -
 
     class Heard(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            if record.getMessage() == "who copies a job is started anew":
+            if record.getMessage() == "the process that copies a job is restarted":
                 told.set()
 
     async def run() -> None:

@@ -1,7 +1,7 @@
 """Application of events to the state: the only way to write to a `ClusterState`.
 
-Owns the order of an event's effects. Incidents and the ends of slow processes are first, in the
-state before the event. The event itself follows, by its subject, and then the nodes' desired states
+Owns the order of an event's effects. First, incidents and ends of slow processes, which need the
+state before the event. Then the event itself, by its subject. Last, the nodes' desired states
 (`Node.desired`). The desired state of a node depends on the active job and on that node alone. So
 an event that does not change the job updates only its own node.
 """
@@ -44,8 +44,8 @@ from oobleck.master.state.slowdowns import slowdown_after
 
 
 def follow(state: ClusterState, event: Journaled, now: float, unix: float) -> None:
-    """Update the nodes' desired states after `event`; a change gets a newer version, by the
-    calendar, so that versions grow even where a journal was lost."""
+    """Update the nodes' desired states after `event`. Versions are from Unix time, so that they
+    grow even if a journal was lost."""
     if isinstance(event, TrustChanged):
         return
     asked, members = _asked_of_all(state), _members(state)
@@ -59,7 +59,7 @@ def follow(state: ClusterState, event: Journaled, now: float, unix: float) -> No
 
 
 def _members(state: ClusterState) -> set[NodeName]:
-    """Return the nodes that the newest plan has, or still needs."""
+    """Return the nodes that are in the newest plan or that it still needs."""
     job = state.job
     return set() if job is None else {*job.current.members, *job.current.leaving}
 
@@ -93,7 +93,7 @@ def _set(state: ClusterState, node: Node, member: bool, now: float, unix: float)
 
 
 def _wanted(state: ClusterState, node: Node, member: bool) -> Desired:
-    """Return the node's desired state, under its present version."""
+    """Return the node's desired state, with its current version."""
     job = state.job
     works, generation, attempt, save, alone = False, None, 0, 0, False
     if job is not None:
@@ -163,7 +163,7 @@ def _follow_incident(state: ClusterState, event: Journaled, unix: float) -> None
     if incident.number > job.incidents:
         job.incidents = incident.number
     if isinstance(event, PlanMade | FirstStepCommitted):
-        job.seen.evidence.clear()  # the event carries them
+        job.seen.evidence.clear()  # the event has them
     if closes(job, event):
         _note_last(job, incident.number, summary_of(incident, event, unix), unix)
         job.seen.evidence.clear()
@@ -174,10 +174,10 @@ def _follow_incident(state: ClusterState, event: Journaled, unix: float) -> None
 
 
 def _follow_slowdown(state: ClusterState, event: Journaled, unix: float) -> None:
-    found = slowdown_after(state, event, unix)
-    if found is None:
+    with_event = slowdown_after(state, event, unix)
+    if with_event is None:
         return
-    job, slowdown = found
+    job, slowdown = with_event
     job.incidents = max(job.incidents, slowdown.number)
     if slowdown.is_over:
         _note_last(job, slowdown.number, slowdown_summary(slowdown, event, unix), unix)
@@ -185,7 +185,7 @@ def _follow_slowdown(state: ClusterState, event: Journaled, unix: float) -> None
 
 
 def _note_last(job: Job, number: int, summary: str, unix: float) -> None:
-    """Note the last incident. A failure that began in a slowdown is newer, whichever ends first."""
+    """Note the last incident: the one that began last, even if a slowdown ends after it."""
     if job.last_incident is None or number > job.last_incident.number:
         job.last_incident = LastIncident(number=number, at=unix, summary=summary)
 
@@ -212,7 +212,8 @@ def _apply_event(state: ClusterState, event: Journaled, now: float, unix: float)
 
 
 def _count_losses(state: ClusterState, event: NodeEvent, unix: float) -> None:
-    """Count a loss or a return of a node. Orderly ends are none: they say nothing of failures."""
+    """Count a loss or a return of a node. An orderly end is no loss: it says nothing about
+    failures."""
     if not isinstance(event, NodeLost | NodeRegistered | NodeForgotten):
         return
     state.losses.pass_time(unix, _live(state))
@@ -239,7 +240,7 @@ def _begin_term(state: ClusterState, event: TermBegan) -> None:
         since=history.starts[-1].since if history.starts else state.sequence,
         reason=event.reason,
     )
-    # A journal may be named anew in its term, as when its cluster gets an authority.
+    # The same term again: only the cluster's identity changes, as when it gets an authority.
     if history.term is not None and history.term.begun_by == event.begun_by:
         history.terms[-1] = replace(history.terms[-1], place=event.place)
     else:
@@ -268,7 +269,7 @@ def _observe_anew(state: ClusterState, now: float, unix: float) -> None:
 
 
 def _distrust(state: ClusterState, unix: float) -> None:
-    """Raise the nodes' versions, since the lost events may have been acted on with newer ones."""
+    """Raise the nodes' versions, since lost events may have had newer ones."""
     for node in state.nodes.values():
         node.desired = replace(node.desired, version=next_version(node, unix))
     for job in state.jobs.values():

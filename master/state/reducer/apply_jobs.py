@@ -52,7 +52,7 @@ def apply(state: ClusterState, event: jobs.JobEvent, now: float, unix: float) ->
         case jobs.RateChanged():
             _note_rate(state, state.jobs[event.job_id], event, now, unix)
         case jobs.RecordsDiffer():
-            pass  # for the operator, who may drain one of them
+            pass  # only for operators, who may drain one of them
         case jobs.RecordsLost():
             lost = state.jobs[event.job_id].lost
             lost.steps += len(event.steps)
@@ -70,16 +70,16 @@ def apply(state: ClusterState, event: jobs.JobEvent, now: float, unix: float) ->
 def _note_rate(
     state: ClusterState, job: Job, event: jobs.RateChanged, now: float, unix: float
 ) -> None:
-    last, told = job.stand_bys.get(event.worker), job.slow.get(event.worker)
+    last, slow = job.stand_bys.get(event.worker), job.slow.get(event.worker)
     if last is not None and last.process != event.incarnation:
         del job.stand_bys[event.worker]
-    elif last is not None and told is not None and event.rate > told.rate:
+    elif last is not None and slow is not None and event.rate > slow.rate:
         job.set_stand_bys({**job.stand_bys, event.worker: last.better(unix)}, now, unix)
     job.slow = slow_after(state, job, event)
 
 
 def _adopt(state: ClusterState, event: jobs.JobAdopted, now: float, unix: float) -> None:
-    """Add an adopted job. It has been trained, so observations of it count as after a restart."""
+    """Add an adopted job. It has trained, so it is treated as after a restart of the master."""
     state.jobs[event.job_id] = Job(
         id=event.job_id,
         request_id=event.request_id,
@@ -131,7 +131,7 @@ def _note_save(
 ) -> None:
     match event:
         case jobs.CheckpointPublished():
-            # An earlier checkpoint may be reported later, by an agent that was away.
+            # An agent that was away may report an earlier checkpoint later.
             if _is_newest(job, event.saved.step):
                 job.saves.checkpoint, job.saves.failure = event.saved, ""
                 job.saves.checkpoint_at = unix
@@ -158,7 +158,8 @@ def _note_save(
 
 
 def _is_newest(job: Job, step: int) -> bool:
-    """Return whether a checkpoint after `step` replaces the newest one, also after going back."""
+    """Return whether a checkpoint of `step` replaces the newest one, also after a return to an
+    older one."""
     newest, restored = job.saves.checkpoint, job.rollback.restored
     if newest is None or step >= newest.step:
         return True
@@ -218,7 +219,7 @@ def _measure(job: Job, event: jobs.MeasuringStarted | jobs.ProfileChosen, now: f
 
 
 def _forget_what_led_there(job: Job) -> None:
-    """Forget most of an ended job's history: of a thousand nodes it takes over a megabyte."""
+    """Drop most of an ended job's history: with a thousand nodes it takes over a megabyte."""
     plans = [*job.lineage.plans.values(), *filter(None, [job.lineage.before])]
     job.lineage.had_part = frozenset(name for plan in plans for name in plan.nodes)
     job.lineage.before, job.lineage.plans = None, {}
@@ -256,8 +257,8 @@ def apply_plan(state: ClusterState, event: jobs.PlanEvent, now: float, unix: flo
             job.lineage.emptied.difference_update(event.plan.nodes)
         case jobs.PlanMade():
             move(job, event)
-            told = version_pairs(state.versions_of(event.plan.nodes))
-            job.lineage.mixed = tuple(sorted({*job.lineage.mixed, *told}))
+            versions = version_pairs(state.versions_of(event.plan.nodes))
+            job.lineage.mixed = tuple(sorted({*job.lineage.mixed, *versions}))
             _make_plan(job, event, now, unix)
         case jobs.FirstStepCommitted():
             move(job, event)
@@ -273,7 +274,7 @@ def _make_plan(job: Job, event: jobs.PlanMade, now: float, unix: float) -> None:
     loss = seen.loss or LossSeen(now - event.detect_s, now)
     job.current.waited_s = max(0.0, unix - job.waiting_since) if job.waiting_since else 0.0
     job.waiting_since = 0.0
-    seen.timeline = None  # of an adopted plan, this master has not seen the way
+    seen.timeline = None  # this master has not seen the transition into an adopted plan
     if event.rule != "adopt":
         seen.timeline = RecoveryTimeline(
             evidence_at=loss.evidence_at,
@@ -297,7 +298,7 @@ def _make_plan(job: Job, event: jobs.PlanMade, now: float, unix: float) -> None:
     seen.progressed_at = seen.planned_at = now
     seen.inherited = False
     for node in event.plan.nodes:
-        job.left_out.pop(node, None)  # an adopted plan may have one that was let in again
+        job.left_out.pop(node, None)  # an adopted plan may have a node that was let in again
     _note_replaced(job, event)
     stand_bys = _stand_bys_after(job.stand_bys, event, job.current.processes(), unix)
     job.set_stand_bys(stand_bys, now, unix)
@@ -311,11 +312,11 @@ def _make_plan(job: Job, event: jobs.PlanMade, now: float, unix: float) -> None:
 
 
 def _base(job: Job, event: jobs.PlanMade) -> Plan | None:
-    """Return the base of the plan in `event`, which follows `job.current.made`."""
+    """Return the base of `event`, the plan after `job.current.made`."""
     before, base = job.current.made, job.current.base
     if event.passes_over:
         before, base = job.current.trained, job.current.trained_base
-    if event.rule == "adopt" or before is None:  # the journal lacks its base
+    if event.rule == "adopt" or before is None:  # its base is unknown
         plan, base = pipelines_within(event.plan), None
     else:
         plan = before.plan
@@ -323,7 +324,7 @@ def _base(job: Job, event: jobs.PlanMade) -> Plan | None:
 
 
 def _note_replaced(job: Job, event: jobs.PlanMade) -> None:
-    """Note the processes that the plan in `event` replaces; it follows `job.current.made`."""
+    """Note the processes that `event`, the plan after `job.current.made`, replaces."""
     before = job.current.made.incarnations if job.current.made is not None else ()
     job.lineage.replaced |= {process: rank == 0 for rank, process in enumerate(before)}
     for process in event.incarnations:
@@ -337,8 +338,7 @@ def _step(state: ClusterState, job: Job, event: jobs.FirstStepCommitted, unix: f
     for node in job.current.members:
         job.seen.faults.stillborn.pop(node, None)
     job.lineage.plans = {g: plan for g, plan in job.lineage.plans.items() if g >= event.generation}
-    # All have entered it, even if not all have reported that: a step is committed by all or by
-    # none.
+    # All have entered it, even if some have not reported so: a step is committed by all or by none.
     entered = dict.fromkeys(job.current.processes().values(), frozenset({event.generation}))
     for process, before in job.seen.processes.entered.items():
         entered[process] = entered.get(process, frozenset()) | (before & job.lineage.plans.keys())
@@ -360,7 +360,7 @@ def _step(state: ClusterState, job: Job, event: jobs.FirstStepCommitted, unix: f
 
 
 def _learn(job: Job, transition: jobs.ReconfigurationStats) -> None:
-    """Hold the time that state took to move against what was expected."""
+    """Update the factor on transfer times by the time that state took to move."""
     made = job.current.made
     if made is None or made.expected is None or made.boundary or made.restore:
         return
@@ -383,9 +383,9 @@ def _forget_processes(state: ClusterState, job: Job) -> None:
         seen.received,
         seen.finished,
     )
-    for told in by_process:
-        for process in told.keys() - known:
-            del told[process]
+    for observations in by_process:
+        for process in observations.keys() - known:
+            del observations[process]
 
 
 def _stand_bys_after(
@@ -396,12 +396,12 @@ def _stand_bys_after(
 ) -> dict[WorkerId, StandBy]:
     """Return the stand-by records after `event`, without processes that it replaces."""
     workers = frozenset(event.plan.workers)
-    found: dict[WorkerId, StandBy] = {}
+    records: dict[WorkerId, StandBy] = {}
     for worker, one in known.items():
         joins = worker in workers and worker not in before
-        found[worker] = replace(one, better_at=unix) if joins and one.better_at else one
+        records[worker] = replace(one, better_at=unix) if joins and one.better_at else one
     for each in event.stand_by_for:
-        found[each.worker] = StandBy(
+        records[each.worker] = StandBy(
             process=each.incarnation, seconds=each.seconds, until=unix + each.seconds
         )
-    return found
+    return records

@@ -18,7 +18,7 @@ from oobleck.master.state.job_states import lose
 from oobleck.master.state.node import WINDOW_S, Drain, Failures, Held, Node, NodeSeen
 from oobleck.proto.types import NodeFacts
 
-#: Time after the last quarantine from which the next counts as the first one again.
+#: Seconds after a quarantine from which on the next one counts as the first.
 FORGET_S = 3600.0
 
 
@@ -67,7 +67,7 @@ def end_unknown(state: ClusterState, event: nodes.UnknownJobEnded) -> None:
 
 
 def restarted(node: Node, now: float, unix: float) -> None:
-    """Reset observations of the node, since another master process knows only the journal."""
+    """Reset observations of the node, since a new master process knows only the journal."""
     node.seen = NodeSeen(last_heard=now, awaited=True)
     if not node.registered:
         node.seen.lost_at = now - max(0.0, unix - node.lost_at)
@@ -104,7 +104,8 @@ def _note_emptied(state: ClusterState, name: NodeName) -> None:
 
 
 def _take_back_loss(job: Job, event: nodes.NodeRegistered) -> None:
-    """Take back the node's loss: the same agent is back before any plan was made without it."""
+    """Take back the node's loss: the same agent has returned before any plan was made without
+    it."""
     job.current.losses = tuple(
         loss
         for loss in job.current.losses
@@ -152,7 +153,7 @@ def _leave_out(job: Job, event: nodes.NodeLeftOut, now: float) -> None:
 
 
 def _reset(node: Node, job: Job, event: nodes.NodeReset, now: float) -> None:
-    """Take the node's work away, for others to do; the node returns as any other lost one does."""
+    """Remove the node from the plan; it returns as any lost node does."""
     lose(job, event, now, detect_s=event.detect_s)
     job.seen.since_step.stalls += 1
     node.stale_workers |= not event.keeps_workers
@@ -181,11 +182,11 @@ def _drain(state: ClusterState, event: nodes.DrainEvent, now: float, unix: float
             if state.job is not None:
                 _forgive(state.job, event.node)
         case _:
-            pass  # it was undrained in the same iteration
+            pass  # undrained in the same iteration
 
 
 def _forgive(job: Job, node: NodeName) -> None:
-    """Clear all faults that the job counts against the node."""
+    """Clear all failures of the node from the job."""
     job.left_out.pop(node, None)
     job.seen.faults.unfit.pop(node, None)
     job.seen.faults.stillborn.pop(node, None)
@@ -224,7 +225,8 @@ def _note_request(state: ClusterState, request_id: str) -> None:
 
 
 def _wished(before: Drain | None, event: nodes.NodeDrainRequested) -> Drain:
-    """Return the drain after a request; an operator's stays one if the agent asks for it too."""
+    """Return the drain after a request. An operator's drain stays the operator's if the agent
+    requests one too."""
     by_agent = not event.request_id
     if before is None or before.by == "quarantine" or (before.by == "sickness" and event.force):
         by: Literal["operator", "agent", "sickness"] = "agent" if event.force else "sickness"
@@ -237,7 +239,7 @@ def _wished(before: Drain | None, event: nodes.NodeDrainRequested) -> Drain:
 
 
 def _kept_by(known: Node, facts: NodeFacts) -> Drain | None:
-    """Return the node's drain if it holds for the agent that registers now, else None."""
+    """Return the node's drain if it applies to the agent that registers now; else None."""
     drain = known.drain
     if (
         drain is None

@@ -41,7 +41,7 @@ _LATE_S = 1e-3
 
 
 def observe(state: ClusterState, event: Observed, now: float) -> bool:
-    """Note an observation, and return whether anything changed that a decision could depend on."""
+    """Apply an observation, and return whether anything changed that a decision could depend on."""
     match event:
         case StreamOpened():
             _open(state, event, now)
@@ -77,7 +77,10 @@ def observe(state: ClusterState, event: Observed, now: float) -> bool:
 
 def _open(state: ClusterState, event: StreamOpened, now: float) -> None:
     node = state.nodes[event.node]
-    node.seen.session, node.seen.running = event.session, _told(state, event.running, node.held)
+    node.seen.session, node.seen.running = (
+        event.session,
+        _running_to_keep(state, event.running, node.held),
+    )
     if event.acted_on is not None and state.history.id == event.acted_on.history:
         lacking = state.history.lacks(event.acted_on, state.sequence)
         if lacking > (state.behind[0] if state.behind is not None else 0):
@@ -90,7 +93,11 @@ def _open(state: ClusterState, event: StreamOpened, now: float) -> None:
     _take_status(state, node, event.status, now)
 
 
-def _told(state: ClusterState, running: Assignment | None, held: Held | None) -> Assignment | None:
+def _running_to_keep(
+    state: ClusterState, running: Assignment | None, held: Held | None
+) -> Assignment | None:
+    """Return the assignment that the agent runs if the journal may lack its plan; nodes that report
+    the same plan share one `Assign`."""
     if running is None:
         return None
     if not state.lacks(running) and (held is None or held.job_id != running.job_id):
@@ -105,7 +112,7 @@ def _told(state: ClusterState, running: Assignment | None, held: Held | None) ->
 def _close(state: ClusterState, event: StreamClosed, now: float) -> bool:
     node = state.nodes[event.node]
     if node.seen.session != event.session:
-        return False  # a newer stream has replaced it
+        return False  # replaced by a newer stream
     node.seen.session = None
     node.seen.closed_at = node.seen.cut_at = now
     evidence.note_closed(state.job, event, now)
@@ -122,7 +129,7 @@ def _note_rival(state: ClusterState, event: AgentRefused, now: float) -> None:
 
 
 def _postpone(state: ClusterState, event: Tick, now: float) -> None:
-    """Extend leases and deadlines by the time that the loop was late: messages may still wait."""
+    """Extend leases and deadlines by the loop's delay, since messages may still be queued."""
     for node in state.nodes.values():
         node.seen.last_heard = min(node.seen.last_heard + event.late_s, now)
         node.seen.awaited |= event.cut
@@ -150,7 +157,7 @@ def _take_status(state: ClusterState, node: Node, status: NodeStatus, now: float
     before, seen.status = seen.status, status
     _note_starts(seen, before, now)
     if seen.running is not None and seen.running.job_id != status.job_id:
-        seen.running = None  # it has a newer assignment since
+        seen.running = None  # it has got a newer assignment since
     job = state.job
     ready = job is not None and state.is_ready(node, job)
     if ready != (seen.ready_at is not None):
@@ -160,9 +167,10 @@ def _take_status(state: ClusterState, node: Node, status: NodeStatus, now: float
         for worker in status.workers:
             last = before.worker(worker.slot)
             if last is not None and last.incarnation == worker.incarnation:
-                if worker.beats != last.beats:  # a long step advances
+                if worker.beats != last.beats:  # it makes progress, perhaps in a long step
                     note_progress(job, worker.generation, now)
-                # A worker that has lost a peer may have the only copy of some state.
+                # The status matters at once: a worker that has lost a peer may hold the only copy
+                # of some state.
                 changed |= worker.stepped != last.stepped and bool(job.seen.peers_lost)
             changed |= _take_progress(state, job, node.facts.node, worker, now)
             changed |= _take_pace(job, node.facts.node, worker, now)
@@ -173,7 +181,7 @@ def _take_status(state: ClusterState, node: Node, status: NodeStatus, now: float
 
 
 def _note_starts(seen: NodeSeen, before: NodeStatus, now: float) -> None:
-    """Note how long processes took to be up that were not so in the status before."""
+    """Note the start time of processes that are up now and were not in the previous status."""
     for worker in seen.status.workers:
         last = before.worker(worker.slot)
         if last is None or last.incarnation != worker.incarnation:
@@ -183,7 +191,8 @@ def _note_starts(seen: NodeSeen, before: NodeStatus, now: float) -> None:
 
 
 def _without_progress(status: NodeStatus) -> tuple[object, ...]:
-    """Return the status without fields that change with every heartbeat and decide nothing."""
+    """Return the status without the fields that change with every heartbeat and affect no
+    decision."""
     workers = ((w.slot, w.incarnation, w.card, w.generation, w.finished) for w in status.workers)
     node = (status.job_id, status.generation, status.leaving, status.trouble)
     return (*node, status.failed_starts, status.sick, *workers)
@@ -192,11 +201,11 @@ def _without_progress(status: NodeStatus) -> tuple[object, ...]:
 def _take_progress(
     state: ClusterState, job: Job, node: NodeName, worker: WorkerStatus, now: float
 ) -> bool:
-    """Note a worker's progress. Return whether its generation has committed its first step, by
-    statuses alone: it does known steps again, or its records are late."""
+    """Note a worker's progress. Return whether statuses alone show that its generation has
+    committed its first step: it repeats recorded steps, or its records are late."""
     seen = job.seen
     if job.rollback.restored is not None and worker.generation < job.rollback.restored.generation:
-        return False  # its progress before the others went back is void
+        return False  # progress from before the return to a checkpoint is void
     if worker.finished and seen.processes.finished.get(worker.incarnation) != worker.generation:
         seen.processes.finished[worker.incarnation] = worker.generation
         note_progress(job, worker.generation, now)
@@ -209,7 +218,7 @@ def _take_progress(
 
 
 def _take_pace(job: Job, node: NodeName, status: WorkerStatus, now: float) -> bool:
-    """Note the pace of a process in the steps of the newest generation."""
+    """Note the compute time of a process in steps of the newest generation."""
     worker, generation = WorkerId(node, status.slot), job.current.generation
     processes = job.current.processes()
     if status.stepped != generation or processes.get(worker) != status.incarnation:
@@ -220,7 +229,7 @@ def _take_pace(job: Job, node: NodeName, status: WorkerStatus, now: float) -> bo
 
 
 def _redoes(job: Job, worker: WorkerStatus) -> bool:
-    """Return whether a worker has done a recorded step again, which no record tells."""
+    """Return whether a worker has repeated a recorded step: the repetition has no record."""
     step, seen = worker.committed_step, job.seen
     if not 0 <= step <= seen.steps.committed_step:
         return False
@@ -232,7 +241,7 @@ def _redoes(job: Job, worker: WorkerStatus) -> bool:
 
 
 def _take_records(job: Job, event: RecordsReceived, now: float) -> None:
-    """Take the records that are news: progress does not wait for the lines of earlier steps."""
+    """Take new records, also those whose lines wait for earlier steps."""
     seen = job.seen
     if event.records:
         seen.steps.recorded_step = event.records[-1].step
@@ -248,7 +257,8 @@ def _take_records(job: Job, event: RecordsReceived, now: float) -> None:
         seen.steps.recent.append(record)
         _note_step(job, record.step, record.generation, now)
         if record.generation == job.current.generation and job.current.on_the_way:
-            for process in job.current.processes().values():  # a step is committed by all
+            # All have entered it: a step is committed by all or by none.
+            for process in job.current.processes().values():
                 note_entered(job, process, record.generation)
         _note_first_step(job, record.generation, now)
     if records:
@@ -265,7 +275,7 @@ def _note_first_step(job: Job, generation: Generation, now: float) -> None:
 
 
 def _with_skipped(steps: StepsSeen, ahead: tuple[StepRecord, ...]) -> Iterator[StepRecord]:
-    """Yield the records with the number of skipped steps, which only lines of the file have."""
+    """Yield the records with the count of skipped steps, which workers do not send."""
     skipped = steps.recent[-1].skipped_steps if steps.recent else 0
     for record in ahead:
         skipped += record.skipped
@@ -273,7 +283,8 @@ def _with_skipped(steps: StepsSeen, ahead: tuple[StepRecord, ...]) -> Iterator[S
 
 
 def _refute_losses(job: Job, record: StepRecord) -> None:
-    """Take back losses of peers that the step refutes: without them it was not committed."""
+    """Drop reports of lost peers that the step refutes: it could not be committed without those
+    peers."""
     refuted = [
         worker
         for worker, (_, lost) in job.seen.peers_lost.items()
@@ -288,26 +299,30 @@ def _refute_losses(job: Job, record: StepRecord) -> None:
 def _note_claim(
     state: ClusterState, job: Job, node: NodeName, worker: WorkerStatus, now: float
 ) -> None:
-    """Note a committed step by a status, once a second node reports it too."""
+    """Note a committed step that a status reports, once a second node reports it too."""
     steps, step, stepped = job.seen.steps, worker.committed_step, worker.stepped
     if step <= steps.furthest_step:
         return
     if _others_can_tell(state, job, node):
         claim = step, stepped
         steps.claimed[node] = max(claim, steps.claimed.get(node, claim))
-        there = (told for name, told in steps.claimed.items() if job.current.has_member(name))
-        two = nlargest(2, there)
+        claims = (
+            claimed for name, claimed in steps.claimed.items() if job.current.has_member(name)
+        )
+        two = nlargest(2, claims)
         step = two[1][0] if len(two) > 1 else 0
         stepped = min((generation for _, generation in two), default=stepped)
     _note_step(job, step, worker.generation, now)
     if 0 < step == steps.furthest_step:
         steps.furthest_in = max(steps.furthest_in, stepped)
         _note_first_step(job, steps.furthest_in, now)
-    steps.claimed = {n: told for n, told in steps.claimed.items() if told[0] > steps.furthest_step}
+    steps.claimed = {
+        n: claimed for n, claimed in steps.claimed.items() if claimed[0] > steps.furthest_step
+    }
 
 
 def _others_can_tell(state: ClusterState, job: Job, node: NodeName) -> bool:
-    """Return whether other nodes can confirm steps, as far as a new master knows."""
+    """Return whether other nodes may confirm the step, as far as this master knows."""
     others = (name for name in job.current.members if name != node)
     if not job.seen.inherited:
         return any(others)
@@ -317,7 +332,7 @@ def _others_can_tell(state: ClusterState, job: Job, node: NodeName) -> bool:
 
 def _note_step(job: Job, step: int, generation: Generation, now: float) -> None:
     if job.rollback.restored is not None and generation < job.rollback.restored.generation:
-        return  # the state of that generation is void
+        return  # that generation's state is void
     if step > job.seen.steps.furthest_step:
         job.seen.steps.furthest_step, job.seen.steps.advanced_at = step, now
         note_progress(job, generation, now)

@@ -26,12 +26,12 @@ from oobleck.master.state.job import KNOWN_REPORTS, Job
 from oobleck.master.state.job_observed import Received, SaveReport
 from oobleck.proto.types import Hung, WorkerExited
 
-#: Two nodes, in the order of their names, one of which reported that it does not reach the other.
+#: Two nodes (sorted), one of which reported that it does not reach the other.
 Pair = tuple[NodeName, NodeName]
 
 
 def hear(state: ClusterState, event: WorkerReported, now: float) -> bool:
-    """Note a report, and return whether anything changed that a decision could depend on."""
+    """Apply a report, and return whether anything changed that a decision could depend on."""
     job, counts = state.jobs[event.job_id], True
     match event.what:
         case WorkerExited() as exited:
@@ -60,7 +60,7 @@ def _hear_exit(job: Job, event: WorkerReported, exited: WorkerExited, now: float
     if event.incarnation in job.seen.processes.exits:
         return False
     if _is_stale(job, event):
-        if job.current.on_the_way:  # it may be the cause of the change under way
+        if job.current.on_the_way:  # it may explain the transition under way
             evidence.note(job, event, now)
         return False
     job.seen.processes.exits[event.incarnation] = exited
@@ -99,7 +99,7 @@ def _hear_failure(job: Job, event: WorkerReported, failed: Failed, now: float) -
 def hear_save(job: Job, what: SaveReport, now: float) -> bool:
     """Note a report on checkpoints, and return whether it is new."""
     if isinstance(what, SaveFailed):
-        job.seen.progressed_at = now  # it is tried repeatedly
+        job.seen.progressed_at = now  # retries of the output are progress
     if job.knows(what) or what in job.seen.save_reports:
         return False
     job.seen.save_reports = (*job.seen.save_reports, what)[-KNOWN_REPORTS:]
@@ -120,7 +120,8 @@ def _hear_peer_lost(
 
 
 def _with_more(first: PeerLost, then: PeerLost) -> PeerLost:
-    """Merge two reports of a worker, of its training and its links, which know different peers."""
+    """Merge two reports of a worker, by its training and by its links, which know of different
+    peers."""
     return msgspec.structs.replace(
         first,
         unreached=tuple(sorted({*first.unreached, *then.unreached})),
@@ -128,28 +129,32 @@ def _with_more(first: PeerLost, then: PeerLost) -> PeerLost:
     )
 
 
-def _take_measurement(job: Job, event: WorkerReported, found: Measured | LinkMeasured) -> bool:
+def _take_measurement(
+    job: Job, event: WorkerReported, measurement: Measured | LinkMeasured
+) -> bool:
     """Take a measurement of the newest attempt, and return whether it counts."""
-    if isinstance(found, Measured) and found.alone_s is not None:
-        told, pace = job.slow.get(event.worker), job.seen.pace
-        if told is None or told.incarnation != event.incarnation:
+    if isinstance(measurement, Measured) and measurement.alone_s is not None:
+        slow, pace = job.slow.get(event.worker), job.seen.pace
+        if slow is None or slow.incarnation != event.incarnation:
             return False
-        return pace.take_alone(event.worker, event.incarnation, found.attempt, found.alone_s)
+        return pace.take_alone(
+            event.worker, event.incarnation, measurement.attempt, measurement.alone_s
+        )
     measuring = job.profiling.under_way
-    if measuring is None or found.attempt != measuring.wish.attempt:
+    if measuring is None or measurement.attempt != measuring.wish.attempt:
         return False
     if (event.worker, event.incarnation) not in measuring.workers:
         return False
-    if isinstance(found, Measured):
-        job.seen.profiling.measured[event.incarnation] = found
+    if isinstance(measurement, Measured):
+        job.seen.profiling.measured[event.incarnation] = measurement
     else:
-        job.seen.profiling.links_measured[found.scope] = found
+        job.seen.profiling.links_measured[measurement.scope] = measurement
     return True
 
 
 def _is_stale(job: Job, event: WorkerReported) -> bool:
-    """Return whether the report is from a replaced process and changes nothing. A newer checkpoint,
-    or the first answer to a request for one, still counts."""
+    """Return whether the report is from a replaced process, and so changes nothing; a newer
+    checkpoint, or the first answer to a request for one, still counts."""
     if not job.is_replaced(event.worker, event.incarnation):
         return False
     if isinstance(event.what, CheckpointSaved | SaveFailed):
@@ -191,14 +196,14 @@ def rendezvous_host(state: ClusterState, job: Job) -> NodeName | None:
 def note_entered(job: Job, process: Incarnation, generation: Generation) -> None:
     """Note that the process has entered the generation, by its report or its node's status."""
     before = job.seen.processes.entered.get(process, frozenset())
-    # Where a plan is no longer known a step has been committed in a newer one.
+    # A plan that is not kept is outdated by a step of a newer one.
     if generation in job.lineage.plans and generation not in before:
         job.seen.processes.entered[process] = before | {generation}
 
 
 def _note_received(job: Job, process: Incarnation, reached: PhaseReached) -> None:
     before = job.seen.processes.received.get(process)
-    # Where a plan is no longer known a step has been committed in a newer one.
+    # A plan that is not kept is outdated by a step of a newer one.
     if reached.generation in job.lineage.plans and (
         before is None or before.generation <= reached.generation
     ):
@@ -220,11 +225,11 @@ def _take_phase(job: Job, worker: WorkerId, reached: PhaseReached, now: float) -
     match reached.phase:
         case "aborted":
             if job.current.made is None or worker not in job.current.made.starting:
-                # Others have nothing to leave.
+                # Processes that were starting have no generation to leave.
                 timeline.aborted_at = max(now, timeline.aborted_at or now)
             timeline.answered.add(worker)
         case "received":
-            pass  # is noted, even if it is of an older plan
+            pass  # noted above, even if it is of an older plan
         case "joined":
             timeline.joined_at = max(now, timeline.joined_at or now)
             timeline.joined[worker] = reached.committed_step or 0
@@ -242,5 +247,5 @@ def _take_phase(job: Job, worker: WorkerId, reached: PhaseReached, now: float) -
 def note_progress(job: Job, generation: Generation, now: float) -> None:
     """Note progress of the job, unless it is of an older generation."""
     if generation >= job.current.generation:
-        # A report may have waited for a session; progress since then counts.
+        # Never back: a report may have waited for a session.
         job.seen.progressed_at = max(now, job.seen.progressed_at or now)

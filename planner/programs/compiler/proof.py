@@ -356,8 +356,8 @@ def _talking(order: Iterable[Work]) -> _Order:
 
 
 def _shortest(first: _Order, second: _Order) -> tuple[_Order, _Order]:
-    """Return both orders without most of their common begin and end. Micro-batches are counted
-    anew, forward and backward each, since a message of one never meets one of the other."""
+    """Return both orders without most of their common begin and end. Micro-batches are renumbered,
+    forwards and backwards separately, since their messages never mix."""
     begin = max(0, _alike(first, second, Forward) - _ALIKE)
     end = max(0, _alike(first[::-1], second[::-1], Backward) - _ALIKE)
     orders = first[begin : len(first) - end], second[begin : len(second) - end]

@@ -50,7 +50,7 @@ class Telling:
     def tell(self, node: NodeName, *steps: int, **other: object) -> str:
         for step in steps:
             word = msgspec.structs.replace(record(step, 1, float(step)), **other)
-            if reason := self.told.tell(self.job, node, word, self.now):
+            if reason := self.told.take(self.job, node, word, self.now):
                 return reason
         return ""
 
@@ -62,7 +62,7 @@ class Telling:
 
     def judged(self) -> list[tuple[int, str]]:
         """Which steps count now, and who alone told of them."""
-        words = self.told.judge(self.state, self.job, self.now).words
+        words = self.told.judge(self.state, self.job, self.now).settled
         return [(word.step, by) for word, by in words]
 
 
@@ -87,7 +87,7 @@ def test_two_that_differ_are_told_of_and_a_third_decides(telling: Telling) -> No
     assert (differs.step, differs.nodes, differs.fields) == (1, (N1, N2), ("loss",))
     telling.tell(N3, 1)
     verdict = telling.told.judge(telling.state, telling.job, telling.now)
-    assert [(word.loss, by) for word, by in verdict.words] == [(1.0, "")]
+    assert [(word.loss, by) for word, by in verdict.settled] == [(1.0, "")]
     assert [differs.nodes for differs in verdict.differ] == [(N1, N3)], "so n1 is the odd one"
 
 
@@ -148,18 +148,18 @@ def test_what_was_beside_a_checkpoint_is_told_by_those_who_went_back_to_it() -> 
     beside = [record(step, 1, float(step)) for step in (1, 2)]
     second, first = Generation(2), Generation(1)
     for word in beside:
-        assert told.tell(job, N3, word, telling.now, second) == "of a node that had no part in it"
-        assert told.tell(job, N1, word, telling.now, second) == ""
+        assert told.take(job, N3, word, telling.now, second) == "of a node that had no part in it"
+        assert told.take(job, N1, word, telling.now, second) == ""
     cannot = "of a generation that it cannot be of"
-    assert told.tell(job, N1, record(3, 2, 3.0), telling.now, second) == cannot
-    assert told.tell(job, N1, beside[0], telling.now, first) == cannot
-    assert told.tell(job, N1, beside[0], telling.now, Generation(3)) == (
+    assert told.take(job, N1, record(3, 2, 3.0), telling.now, second) == cannot
+    assert told.take(job, N1, beside[0], telling.now, first) == cannot
+    assert told.take(job, N1, beside[0], telling.now, Generation(3)) == (
         "of a generation that there is not"
     )
     assert telling.judged() == []
     telling.tell(N2, 1)
     assert telling.judged() == [(1, "")], "whoever kept it may say so too"
-    told.tell(job, N2, beside[1], telling.now, second)
+    told.take(job, N2, beside[1], telling.now, second)
     assert telling.judged() == [(2, "")]
     assert telling.tell(N3, 3) == "", "what follows may be of the generation of before"
 
@@ -179,7 +179,7 @@ def test_who_has_left_a_plan_tells_of_nothing_after_it() -> None:
     telling.tell(N1, 9, generation=2)
     assert telling.judged() == [], "n2 may yet tell, and n3 does not count"
     telling.tell(N2, 9, generation=2)
-    (settled,) = telling.told.judge(telling.state, telling.job, telling.now).words
+    (settled,) = telling.told.judge(telling.state, telling.job, telling.now).settled
     assert (settled[0].loss, settled[1]) == (1 / 9, "")
 
 
@@ -242,7 +242,7 @@ def test_words_that_a_newer_generation_has_overtaken_are_replaced() -> None:
     for step in (7, 8):
         for node in (N1, N2):
             assert telling.tell(node, step, generation=2) == ""
-    words = telling.told.judge(telling.state, telling.job, telling.now).words
+    words = telling.told.judge(telling.state, telling.job, telling.now).settled
     assert [(word.step, word.generation) for word, _ in words] == [(7, 2), (8, 2)]
     assert telling.judged() == []
     telling.now += 2.0
@@ -293,13 +293,13 @@ def test_an_older_generation_shuts_nobody_out(
 ) -> None:
     """Who claims that a step is of a plan without the others makes them wait, and no line."""
     nodes = {1: frozenset((N1, N2)), 2: frozenset((N1, N2, N3))}
-    monkeypatch.setattr(witnesses, "tellers", lambda _, generation: nodes.get(generation))
+    monkeypatch.setattr(witnesses, "committing_nodes", lambda _, generation: nodes.get(generation))
     telling.tell(N1, 1, loss=7.0)
     telling.tell(N2, 1, generation=2)
     assert telling.judged() == [], "n3 may say the same as n2"
     telling.tell(N3, 1, generation=2)
     verdict = telling.told.judge(telling.state, telling.job, telling.now)
-    assert [(word.loss, by) for word, by in verdict.words] == [(1.0, "")]
+    assert [(word.loss, by) for word, by in verdict.settled] == [(1.0, "")]
     assert verdict.differ == [], "a step that is done again may have been told of before"
 
 

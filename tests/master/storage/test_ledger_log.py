@@ -10,7 +10,7 @@ from oobleck.host.log import FieldFormatter
 from oobleck.master.events.jobs import JobFailed, JobStarted, JobWaiting, SaveProblem
 from oobleck.master.events.nodes import NodeLost
 from oobleck.master.events.unions import Journaled
-from oobleck.master.storage.ledger import tell
+from oobleck.master.storage.ledger import log_event
 
 JOB = JobId("demo-1")
 
@@ -47,7 +47,7 @@ def test_failures_are_warnings_or_errors_in_words(
     event: Journaled, line: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO):
-        tell(event)
+        log_event(event)
     (record,) = caplog.records
     _, _, told = FieldFormatter().format(record).partition("Z ")
     assert told == line.format("master.storage.ledger")
