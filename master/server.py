@@ -82,20 +82,9 @@ async def serve(config: MasterConfig, journal: Journal) -> None:
         interceptors=(CallInterceptor(access.check, calls, Shares(connections.denied)),),
         maximum_concurrent_rpcs=MOST_CALLS,
     )
-    pki = PkiService(master, authority.authority if authority else None, config.certificate_life_s)
-    # The generated functions have no types.
-    rpc.add_ControlServicer_to_server(ControlService(master), server)  # type: ignore[no-untyped-call]
-    rpc.add_OperatorServicer_to_server(OperatorService(master), server)  # type: ignore[no-untyped-call]
-    rpc.add_PkiServicer_to_server(pki, server)  # type: ignore[no-untyped-call]
+    _add_services(server, master, authority, config)
     server.add_generic_rpc_handlers((health_handler(probes),))
-    host = config.listen.rpartition(":")[0]
-    try:
-        if authority is None:
-            port = server.add_insecure_port(config.listen)
-        else:
-            port = server.add_secure_port(config.listen, authority.server_credentials())
-    except RuntimeError as error:
-        raise Unusable(f"--listen {config.listen} cannot be bound; choose another one") from error
+    host, port = config.listen.rpartition(":")[0], _bind(server, config.listen, authority)
     # Connections are accepted only from here on, so a caller that waited for that finds the
     # credentials.
     announcement = announce(config, f"{host}:{port}")
@@ -137,6 +126,29 @@ async def serve(config: MasterConfig, journal: Journal) -> None:
     for task in tasks:
         with contextlib.suppress(asyncio.CancelledError):
             await task
+
+
+def _add_services(
+    server: grpc.aio.Server,
+    master: Master,
+    authority: AuthorityFolder | None,
+    config: MasterConfig,
+) -> None:
+    pki = PkiService(master, authority.authority if authority else None, config.certificate_life_s)
+    # The generated functions have no types.
+    rpc.add_ControlServicer_to_server(ControlService(master), server)  # type: ignore[no-untyped-call]
+    rpc.add_OperatorServicer_to_server(OperatorService(master), server)  # type: ignore[no-untyped-call]
+    rpc.add_PkiServicer_to_server(pki, server)  # type: ignore[no-untyped-call]
+
+
+def _bind(server: grpc.aio.Server, listen: str, authority: AuthorityFolder | None) -> int:
+    """Bind the server's port, and return its number. Raises Unusable."""
+    try:
+        if authority is None:
+            return server.add_insecure_port(listen)
+        return server.add_secure_port(listen, authority.server_credentials())
+    except RuntimeError as error:
+        raise Unusable(f"--listen {listen} cannot be bound; choose another one") from error
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from oobleck.master.events.jobs import Cause, FollowUpDropped, PlanMade
 from oobleck.master.planning.requests import PlanningFailed
 from oobleck.master.rules.decision import Context, Decision
 from oobleck.master.rules.next_plan import next_plan
-from oobleck.master.rules.plan_made import plan_made
+from oobleck.master.rules.plan_made import answer_made
 from oobleck.master.rules.questions import (
     by_name,
     next_generation,
@@ -50,18 +50,8 @@ def join(context: Context, job: Job) -> Decision | None:
     made = answer.found
     if not course.takes_in(made.plan, job.current.members):
         return _stay_idle("no combination of templates uses it")
-    event = plan_made(
-        context,
-        job,
-        made.plan,
-        boundary=True,
-        cause="worker well" if _stood_by(state, job, made.plan) else "node joined",
-        rule=made.rule,
-        reason=made.reason,
-        detect_s=0.0,  # nothing waits for it before it has settled
-        then=answer.then or "",
-        answer=answer,
-    )
+    cause: Cause = "worker well" if _stood_by(state, job, made.plan) else "node joined"
+    event = answer_made(context, job, answer, boundary=True, cause=cause)
     return Decision(actions=(event,), reason=made.reason)
 
 
@@ -120,21 +110,9 @@ def follow_up(context: Context, job: Job) -> Decision | None:
             return Decision(reason=f"no {made.then} so far: {why}")
         dropped = FollowUpDropped(job_id=job.id, generation=job.current.generation, reason=why)
         return Decision(actions=(dropped,), reason=f"no {made.then}: {why}")
-    taken = answer.found
-    event = plan_made(
-        context,
-        job,
-        taken.plan,
-        boundary=True,
-        cause="few holders" if course.adds_holders(answer.policy) else "re-routed",
-        rule=taken.rule,
-        reason=taken.reason,
-        detect_s=0.0,  # nothing waits for it
-        policy=answer.policy,
-        then=answer.then or "",
-        answer=answer,
-    )
-    return Decision(actions=(event,), reason=taken.reason)
+    cause: Cause = "few holders" if course.adds_holders(answer.policy) else "re-routed"
+    event = answer_made(context, job, answer, boundary=True, cause=cause)
+    return Decision(actions=(event,), reason=answer.found.reason)
 
 
 def even_out(context: Context, job: Job) -> Decision | None:
@@ -164,19 +142,8 @@ def even_out(context: Context, job: Job) -> Decision | None:
         return Decision(reason=f"slow workers keep their part: {'; '.join(infeasible.causes)}")
     better = well or course.takes_back(answer.found.rule)
     cause: Cause = "worker well" if better else "worker slow"
-    event = plan_made(
-        context,
-        job,
-        answer.found.plan,
-        boundary=True,
-        cause=cause,
-        rule=answer.found.rule,
-        reason=answer.found.reason,
-        detect_s=0.0,  # nothing waits for it
-        policy=answer.policy,
-        then=course.follow_up_of(made.then, answer.found.rule, answer.then),
-        answer=answer,
-    )
+    then = course.follow_up_of(made.then, answer.found.rule, answer.then)
+    event = answer_made(context, job, answer, boundary=True, cause=cause, then=then)
     return Decision(actions=(event,), reason=answer.found.reason)
 
 

@@ -32,7 +32,7 @@ from oobleck.master.events.unions import Journaled
 from oobleck.master.rules import questions
 from oobleck.master.rules.decision import Context, Decision, decide
 from oobleck.master.rules.next_plan import next_plan
-from oobleck.master.rules.plan_made import plan_made
+from oobleck.master.rules.plan_made import answer_made
 from oobleck.master.rules.questions import (
     by_name,
     draining_members,
@@ -127,7 +127,7 @@ def move_off(context: Context, job: Job) -> Decision | None:
         return None
     if job.seen.steps.furthest_step >= job.spec.training.steps:
         return Decision(reason="the job ends before work could move")
-    answer, events = _find(context, job, moving)
+    answer, events = _plan_without_most(context, job, moving)
     members = job.current.made.plan.nodes if job.current.made is not None else None
     if answer is None or members == answer.found.plan.nodes:
         return Decision(actions=tuple(events)) if events else None
@@ -136,19 +136,7 @@ def move_off(context: Context, job: Job) -> Decision | None:
     gone = [node for node in job.current.members if node not in staying]
     verb = "is" if len(gone) == 1 else "are"
     reason = f"{', '.join(gone)} {verb} drained: {made.reason}"
-    event = plan_made(
-        context,
-        job,
-        made.plan,
-        boundary=True,
-        cause="node drained",
-        rule=made.rule,
-        reason=reason,
-        detect_s=0.0,
-        policy=answer.policy,
-        then=answer.then or "",
-        answer=answer,
-    )
+    event = answer_made(context, job, answer, boundary=True, cause="node drained", reason=reason)
     return Decision(actions=(*events, event), reason=reason)
 
 
@@ -168,46 +156,48 @@ def _without(job: Job, node: Node) -> NodeDrained:
     return NodeDrained(node=node.facts.node, job_id=job.id, reason=reason)
 
 
-def _find(
+def _plan_without_most(
     context: Context, job: Job, moving: Sequence[Node]
 ) -> tuple[Answer | None, list[Journaled]]:
     """Return the plan without as many of `moving` as the job can spare, and events about the
-    others: they are kept, or lost if their drain is forced. Forced drains go first, since those
-    nodes leave in any case."""
-    state, generation = context.state, next_generation(context, job)
-    ready = [node for node in state.candidates(job) if state.is_ready(node, job)]
-    staying = list(moving)
-    taken: Answer | None = None
-    events: list[Journaled] = []
+    others: they are kept, or lost if their drain is forced."""
+    ready = [node for node in context.state.candidates(job) if context.state.is_ready(node, job)]
+
+    def plan_with(staying: Sequence[Node]) -> Answer:
+        generation = next_generation(context, job)
+        return next_plan(context, job, by_name([*ready, *staying]), generation, WITHOUT_DRAINED)
+
     if len(moving) > 1:  # usually one plan without all of them is enough
         with contextlib.suppress(PlanInfeasible):
-            taken = next_plan(context, job, by_name(ready), generation, WITHOUT_DRAINED)
+            taken = plan_with(())
             if not any(questions.lowers_tolerance(job, node, taken) for node in moving):
                 return taken, []
-            taken = None
+    best: Answer | None = None
+    staying = list(moving)
+    events: list[Journaled] = []
+    # Forced drains first: those nodes leave in any case.
     for node in sorted(moving, key=lambda node: node.drain is None or not node.drain.force):
         rest = [other for other in staying if other is not node]
         try:
-            live = by_name([*ready, *rest])
-            without = next_plan(context, job, live, generation, WITHOUT_DRAINED)
+            without = plan_with(rest)
         except PlanInfeasible as infeasible:
             if node.drain is not None and node.drain.force:
                 return None, _by_force(job, node, node.drain)
-            alone = isinstance(infeasible, NoNodeReady)
-            why = (
-                "it is the last node that can train it; start or undrain another one"
-                if alone
-                else "; ".join(infeasible.causes)
-            )
-            events += _kept(job, node, why)
+            events += _kept(job, node, _why_needed(infeasible))
             continue
         if questions.lowers_tolerance(job, node, without):
             left, wanted = can_lose(without.found.plan), job.spec.fault_tolerance
             why = f"without it {count(left, 'node')} can be lost, but fault_tolerance is {wanted}"
             events += _kept(job, node, why)
         else:
-            taken, staying = without, rest
-    return taken, events
+            best, staying = without, rest
+    return best, events
+
+
+def _why_needed(infeasible: PlanInfeasible) -> str:
+    if isinstance(infeasible, NoNodeReady):
+        return "it is the last node that can train it; start or undrain another one"
+    return "; ".join(infeasible.causes)
 
 
 def _by_force(job: Job, node: Node, drain: Drain) -> list[Journaled]:

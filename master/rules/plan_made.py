@@ -118,6 +118,38 @@ def plan_made(
     )
 
 
+def answer_made(
+    context: Context,
+    job: Job,
+    answer: Answer,
+    *,
+    boundary: bool,
+    cause: Cause,
+    reason: str = "",
+    then: Next | Literal[""] | None = None,
+    restore: bool = False,
+    passes_over: bool = False,
+) -> PlanMade:
+    """Return the event that the plan of `answer` is made, for its own reason and with its own
+    follow-up unless others are given."""
+    return plan_made(
+        context,
+        job,
+        answer.found.plan,
+        boundary=boundary,
+        cause=cause,
+        rule=answer.found.rule,
+        reason=reason or answer.found.reason,
+        # Nothing waits for a plan at a step boundary.
+        detect_s=0.0 if boundary else None,
+        restore=restore,
+        policy=answer.policy,
+        then=(answer.then or "") if then is None else then,
+        passes_over=passes_over,
+        answer=answer,
+    )
+
+
 def _expected(answer: Answer | None, *, boundary: bool) -> Expected | None:
     if answer is None:
         return None

@@ -27,7 +27,7 @@ from oobleck.master.rules.next_plan import (
     wait,
     without_state,
 )
-from oobleck.master.rules.plan_made import met_enough, plan_made
+from oobleck.master.rules.plan_made import answer_made, met_enough
 from oobleck.master.rules.questions import (
     is_up,
     names,
@@ -70,44 +70,28 @@ def replan(context: Context, job: Job) -> Decision | None:
     except PlanningFailed as failed:
         raise RuntimeError(f"nothing answers the loss: {failed}") from failed
     except PlanInfeasible as infeasible:
-        why = infeasible
-        given_up_at = questions.given_up_at(context, job)
-        if not job.has_checkpoint and (gone := questions.layers_away(state, job)) is not None:
-            why = without_state(context, job, gone)  # new nodes without state do not help
-        waits = replace(wait(state, job, why), wake_at=given_up_at)
-        return patience or _give_up_lost(context, job) or waits
-    made = answer.found
-    if not any(is_up(state, worker) for worker in made.plan.workers):
+        return patience or _give_up_lost(context, job) or _wait_for_nodes(context, job, infeasible)
+    plan = answer.found.plan
+    if not any(is_up(state, worker) for worker in plan.workers):
         return Decision(reason=f"{names(coming)}: to be up before planning")
-    if job.state == "waiting for nodes":
-        # Wait for all nodes that return after the same disturbance.
-        here = (*live, *(state.nodes[name] for name in made.plan.nodes))  # some may be drained
-        due = max(node.seen.ready_at or context.now for node in here) + context.timing.join_settle_s
-        if context.now < due:
-            # No wait for nodes yet, so the job does not give way.
-            return Decision(
-                wake_at=due, reason="enough nodes are here; more may follow", holds_plans=True
-            )
-    lost = questions.lost_layers(state, job, made.plan)
+    if job.state == "waiting for nodes" and (more := _wait_for_more(context, live, plan)):
+        return more
+    lost = questions.lost_layers(state, job, plan)
     if lost is not None and patience:
         return patience
-    cause = _cause(job, made.plan)
+    cause = _cause(job, plan)
     reason = _reason(job, answer, cause, lost, coming, missing)
     if cause == "worker lost" and (end := met_enough(context, job, _worker_losses(job))):
         return end
-    event = plan_made(
+    event = answer_made(
         context,
         job,
-        made.plan,
+        answer,
         boundary=False,
         cause=cause,
-        rule=made.rule,
         reason=reason,
         restore=lost is not None or answer.policy == course.MORPH,
-        policy=answer.policy,
-        then=answer.then or "",
         passes_over=job.unentered,
-        answer=answer,
     )
     return Decision(actions=(event,), reason=reason)
 
@@ -134,6 +118,27 @@ def _reason(
     if cause == "worker lost" and course.routes_losses(wanted) and answer.policy == course.MOVING:
         reason += f"; not by {wanted}: the node is there, with a new process"
     return reason
+
+
+def _wait_for_nodes(context: Context, job: Job, infeasible: PlanInfeasible) -> Decision:
+    """Wait for nodes, or for the return of those that hold the state."""
+    gone = None if job.has_checkpoint else questions.layers_away(context.state, job)
+    # New nodes without state do not help then.
+    why = infeasible if gone is None else without_state(context, job, gone)
+    wake_at = questions.given_up_at(context, job)
+    return replace(wait(context.state, job, why), wake_at=wake_at)
+
+
+def _wait_for_more(context: Context, live: Sequence[Node], plan: Plan) -> Decision | None:
+    """Wait a little for further nodes that return after the same disturbance; None: enough time
+    has passed."""
+    # The plan may also have nodes that are to be drained.
+    nodes = (*live, *(context.state.nodes[name] for name in plan.nodes))
+    due = max(node.seen.ready_at or context.now for node in nodes) + context.timing.join_settle_s
+    if context.now >= due:
+        return None
+    # It holds plans rather than waits for nodes, so that the job does not give way.
+    return Decision(wake_at=due, reason="enough nodes are here; more may follow", holds_plans=True)
 
 
 def _for_replacements(context: Context, job: Job, missing: list[Node]) -> Decision | None:
