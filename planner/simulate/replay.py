@@ -7,8 +7,9 @@ boundaries, joins, and waiting. Must not know how plans are made.
 
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 import msgspec
 
@@ -315,28 +316,21 @@ class Replay:
             if self._propose(course.AROUND_SLOW, (), self._fresh(slow=True)):
                 self._rest_until = self._now + ticks(course.REST_S)
 
+    def _outside(self, *, slow: bool = False) -> Iterator[str]:
+        """Yield the nodes outside the plan that stay; `slow`: slow ones as well."""
+        for name in self._live:
+            usable = slow or self._rates.get(name, 1.0) == 1
+            if usable and name not in self._seats and name not in self._draining:
+                yield name
+
     def _joiners(self) -> list[str]:
-        """Return the nodes outside the plan that may join."""
-        names = [
-            name
-            for name in self._live
-            if name not in self._seats
-            and name not in self._draining
-            and self._rates.get(name, 1.0) == 1
-        ]
-        return names[: self._room()]
+        """Return the nodes outside the plan that may join, once they are ready."""
+        return list(islice(self._outside(), self._room()))
 
     def _fresh(self, *, slow: bool = False) -> list[str]:
         """Return the nodes outside the plan that can take part now; `slow`: slow ones as well."""
-        names = [
-            name
-            for name, ready_at in self._live.items()
-            if ready_at <= self._now
-            and name not in self._seats
-            and name not in self._draining
-            and (slow or self._rates.get(name, 1.0) == 1)
-        ]
-        return names[: self._room()]
+        ready = (n for n in self._outside(slow=slow) if self._live[n] <= self._now)
+        return list(islice(ready, self._room()))
 
     def _room(self) -> int | None:
         """Return how many nodes the job may take in; None: any number."""

@@ -360,7 +360,9 @@ def run_pass(visits: Visits, rank: list[int], spare: int | None) -> Pass:
     # By group: number of overlapping groups that compute now.
     blocked = [0] * groups
     free, least_free = list(visits.room), list(visits.room)
-    # Time * codes + code: work that ends; from 3 * count on, a forward or a backward that arrives.
+    # Kinds of codes: compute that ends (the rest are weight gradients), and messages that arrive.
+    forward_ends, backward_ends, output_arrives, gradient_arrives = 0, 1, 3, 4
+    # Time * codes + kind * count + visit.
     queue: list[int] = []
     codes = 5 * count
     begun: list[tuple[int, int]] = []
@@ -401,28 +403,29 @@ def run_pass(visits: Visits, rank: list[int], spare: int | None) -> Pass:
         while queue and queue[0] < stop:
             kind, visit = divmod(heappop(queue) - start, count)
             group = group_of[visit]
-            if kind == 3:
+            if kind == output_arrives:
                 heappush(forwards_at[visit], key[visit])
                 touched.append(group)
                 continue
-            if kind == 4:
+            if kind == gradient_arrives:
                 heappush(backwards_at[visit][group], key[visit])
                 touched.append(group)
                 continue
             for other in overlaps[group]:
                 blocked[other] -= 1
                 touched.append(other)
-            if kind == 0:
+            if kind == forward_ends:
                 if last[visit]:
                     heappush(backwards_at[visit][group], key[visit])
                 elif message[visit]:
-                    heappush(queue, start + message[visit] * codes + 3 * count + visit + 1)
+                    arrival = output_arrives * count + visit + 1
+                    heappush(queue, start + message[visit] * codes + arrival)
                 else:
                     heappush(forwards_at[visit + 1], key[visit + 1])
                     touched.append(group_of[visit + 1])
                 continue
             back = deferred[visit]
-            if kind == 1:
+            if kind == backward_ends:
                 flying[group] -= 1
                 back = kept[visit]
                 if splits[visit]:
@@ -431,7 +434,8 @@ def run_pass(visits: Visits, rank: list[int], spare: int | None) -> Pass:
                 if not first[visit]:
                     before = visit - 1
                     if message[before]:
-                        heappush(queue, start + message[before] * codes + 4 * count + before)
+                        arrival = gradient_arrives * count + before
+                        heappush(queue, start + message[before] * codes + arrival)
                     else:
                         heappush(backwards_at[before][group_of[before]], key[before])
                         touched.append(group_of[before])
