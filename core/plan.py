@@ -267,7 +267,7 @@ class Plan:
 
     @cached_property
     def workers(self) -> tuple[WorkerId, ...]:
-        """All workers of the plan, in rank order (sorted)."""
+        """Workers of the plan, in rank order (sorted)."""
         return tuple(sorted({worker for hold in self.holds for worker in hold.workers}))
 
     @cached_property

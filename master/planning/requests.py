@@ -193,7 +193,7 @@ class NextPlanReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     @property
     def candidates(self) -> Candidates:
-        """All candidates."""
+        """Candidates with their courses."""
         courses = (
             Course(
                 first=self.answers[one.first],

@@ -131,7 +131,7 @@ def forget() -> None:
 
 
 def rehearse(request: PlanRequest, reply: PlanReply) -> Iterator[None]:
-    """After a first plan, plan for the loss of one node of each pipeline size. This fills the
+    """Plan for the loss of one node of each pipeline size, after a first plan. This fills the
     judge's caches for the plans after a real loss."""
     if not isinstance(request, FirstPlanRequest) or not isinstance(reply, FirstPlanReply):
         return

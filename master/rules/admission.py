@@ -22,6 +22,8 @@ from oobleck.proto.types import Head, Registration
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal:
+    """Refusal of a registration, and whether the agent is to retry."""
+
     reason: str
     #: The agent may try again later.
     temporary: bool

@@ -123,6 +123,7 @@ def _names(nodes: Iterable[NodeName]) -> str:
 
 
 def adopt(context: Context, job: Job) -> Decision | None:
+    """Take over the plan that agents run and the journal lacks; None: there is none."""
     state = context.state
     if job.cancel_requested or job.state == "profiling":
         return None

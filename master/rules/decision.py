@@ -30,6 +30,8 @@ _OF_A_NODE = NodeLost | NodeLeftOut | NodeReset | NodeQuarantined | NodeReleased
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
+    """Decision of a rule: events, or what the rule waits for."""
+
     #: Events to be journaled and applied, in this order.
     actions: tuple[Journaled, ...] = ()
     #: Time of the next look without an event; None: no need.
@@ -53,6 +55,8 @@ def decide(events: Sequence[Journaled], reason: str = "") -> Decision | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
+    """Input of all rules."""
+
     state: ClusterState
     now: float
     timing: Detection

@@ -51,7 +51,7 @@ TOLD_TO_END = "its agent was told to end"
 
 
 def take_wishes(context: Context) -> Decision | None:
-    """Note the drains that agents which end request in their statuses."""
+    """Journal the drains that ending agents request in their statuses."""
     wished = tuple(
         NodeDrainRequested(node=name, request_id="", reason=TOLD_TO_END, force=True)
         for name, node in sorted(context.state.nodes.items())

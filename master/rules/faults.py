@@ -41,6 +41,7 @@ _ONE_FAULT_S = 3600.0
 
 
 def leave_out_unfit(context: Context, job: Job) -> Decision | None:
+    """Leave out nodes that cannot take part in the job."""
     state = context.state
     reasons = [(node, _reason(state, job, node)) for node in state.candidates(job)]
     return decide([left_out(job, node, reason) for node, reason in reasons if reason])
@@ -60,6 +61,7 @@ def _reason(state: ClusterState, job: Job, node: Node) -> str:
 
 
 def put_aside(context: Context) -> Decision | None:
+    """Put nodes that fail repeatedly into quarantine."""
     first_s = context.timing.quarantine_s
     return decide(list(_quarantines(context.state, first_s))) if first_s else None
 
@@ -93,6 +95,7 @@ def _all_flap(state: ClusterState, node: Node) -> bool:
 
 
 def release(context: Context) -> Decision | None:
+    """End quarantines that are over, or whose nodes are needed."""
     state, job = context.state, context.state.job
     released: list[NodeReleased] = []
     wake_at: float | None = None
@@ -115,6 +118,7 @@ def release(context: Context) -> Decision | None:
 
 
 def fail_job(context: Context, job: Job) -> Decision | None:
+    """Fail a job that is itself at fault."""
     if job.cancel_requested or (reason := _jobs_fault(context, job)) is None:
         return None
     return fail(context, job, reason, _lone_node(job))
@@ -158,6 +162,7 @@ def _lone_node(job: Job) -> NodeName | None:
 
 
 def leave_out(context: Context, job: Job) -> Decision | None:
+    """Leave out nodes at fault, if the job can do without them."""
     suspects = _suspects(job)
     news = _news(job, suspects)
     if not news:

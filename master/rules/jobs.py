@@ -39,6 +39,7 @@ from oobleck.master.state.job_observed import SaveReport
 
 
 def next_job(context: Context) -> Decision | None:
+    """Make the first job in the queue active, if none is."""
     state = context.state
     if state.active is not None:
         return None
@@ -50,6 +51,7 @@ def next_job(context: Context) -> Decision | None:
 
 
 def give_way(context: Context, job: Job) -> Decision | None:
+    """Return the active job to the queue, if it waits for nodes and another one could start."""
     state = context.state
     if job.state != "waiting for nodes":
         return None
@@ -109,6 +111,7 @@ def _fits(state: ClusterState, job: Job) -> bool:
 
 
 def forget_jobs(context: Context) -> Decision | None:
+    """Forget the jobs that ended longest ago."""
     ended = [job for job in context.state.jobs.values() if job.state in ENDED]
     most = context.retention.ended_jobs
     if len(ended) <= most:
@@ -119,6 +122,7 @@ def forget_jobs(context: Context) -> Decision | None:
 
 
 def first_step(context: Context, job: Job) -> Decision | None:
+    """Note the newest generation's first committed step."""
     if not job.current.on_the_way:
         return None
     steps, generation = job.seen.steps, job.current.generation
@@ -181,6 +185,7 @@ def caught_up(context: Context, job: Job) -> Decision | None:
 
 
 def end_jobs(context: Context) -> Decision | None:
+    """End jobs that are cancelled or finished."""
     for job in context.state.jobs.values():
         if job.cancel_requested and job.finished_at == 0.0:
             event = JobCancelled(job_id=job.id, transition=transition_stats(job, context.now))
@@ -233,6 +238,7 @@ def records_lost(job: Job, steps: range) -> RecordsLost:
 
 
 def note_checkpoint(context: Context) -> Decision | None:
+    """Journal workers' reports on checkpoints."""
     for job in context.state.jobs.values():
         if (report := job.due_report()) is not None:
             event = _event(job, report)

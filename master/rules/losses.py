@@ -37,6 +37,7 @@ _NOT_THERE = "its agent does not have it any more"
 
 
 def lose_nodes(context: Context) -> Decision:
+    """Declare nodes lost, by two witnesses or by the lease."""
     state, now, timing = context.state, context.now, context.timing
     lost, ends = list[NodeLost](), list[float]()
     leases, cut_off = Leases(state, now, timing), _cut_off(state)
@@ -60,6 +61,7 @@ def lose_nodes(context: Context) -> Decision:
 
 
 def clear_nodes(context: Context) -> Decision | None:
+    """Note nodes without workers that are stale or of an unknown job."""
     cleared = [
         NodeCleared(node=name)
         for name, node in sorted(context.state.nodes.items())
@@ -201,6 +203,7 @@ def _needed(job: Job) -> Iterator[NodeName]:
 
 
 def lose_workers(context: Context, job: Job) -> Decision | None:
+    """Declare worker processes of the newest plan lost."""
     lost = list(_lost_workers(context.state, job, context.now))
     return decide(lost, "; ".join(f"{loss.worker}: {loss.reason}" for loss in lost))
 

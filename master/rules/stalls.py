@@ -64,6 +64,7 @@ def next_rendezvous(job: Job, timing: Detection, now: float) -> str:
 
 
 def rouse(context: Context, job: Job) -> Decision | None:
+    """Have the workers meet again, or leave out nodes, after too long without progress."""
     if job.current.losses or job.state == "waiting for nodes":
         return None
     since = job.seen.progressed_at

@@ -43,6 +43,8 @@ _KNOWN_REQUESTS = 4096
 
 
 class Term(msgspec.Struct, frozen=True, kw_only=True):
+    """Term of a history: begun by its first head, and by each that continues from a copy."""
+
     number: int
     #: Random id of the head that began it, and the place of its state directory.
     begun_by: str
@@ -54,6 +56,8 @@ class Term(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Start(msgspec.Struct, frozen=True, kw_only=True):
+    """Start of a head."""
+
     id: str
     #: Number of its first event.
     since: int
@@ -61,6 +65,8 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(slots=True, kw_only=True)
 class History:
+    """History of the journal: its terms and starts of heads."""
+
     #: Both are empty until the first term begins.
     id: str = ""
     cluster: str = ""
@@ -146,6 +152,8 @@ def _most_common(values: Iterable[str]) -> str:
 
 @dataclass(slots=True, kw_only=True)
 class ClusterState:
+    """State of the whole cluster."""
+
     #: Number of the last journaled event.
     sequence: int = 0
     nodes: dict[NodeName, Node] = field(default_factory=dict)

@@ -134,6 +134,8 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Incident(msgspec.Struct, frozen=True, kw_only=True):
+    """Failure and all its consequences, until training resumes or the job ends."""
+
     #: From 1 within the job.
     number: int
     from_generation: Generation
@@ -338,6 +340,8 @@ class Answer(Attempt, frozen=True, kw_only=True):
 
 
 class Slowdown(msgspec.Struct, frozen=True, kw_only=True):
+    """Time in which some worker of a job is slow."""
+
     #: Among all incidents of the job, from 1.
     number: int
     from_generation: Generation

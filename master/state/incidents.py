@@ -92,8 +92,8 @@ def _after(state: ClusterState, job: Job, event: Journaled, unix: float) -> Inci
 def own_error_after(
     state: ClusterState, event: Journaled, unix: float
 ) -> tuple[Job, Incident] | None:
-    """If `event` fails a job by an error that is unrelated to its open incident, return the job and
-    the error as an incident of its own; else None."""
+    """Return the failed job and its own error as an incident of its own, if `event` fails a job by
+    an error unrelated to its open incident; else None."""
     if not isinstance(event, jobs.JobFailed):
         return None
     job = state.jobs[event.job_id]

@@ -169,12 +169,16 @@ class SinceStep:
 
 @dataclass(frozen=True, slots=True)
 class Received:
+    """Layers that a process has received on the way into a generation."""
+
     generation: Generation
     layers: frozenset[int]
 
 
 @dataclass(slots=True, kw_only=True)
 class ProcessesSeen:
+    """Observations of the job's processes."""
+
     #: Exits; and processes that their agents are about to kill, since they hang.
     exits: dict[Incarnation, WorkerExited] = field(default_factory=dict)
     hung: dict[Incarnation, Hung] = field(default_factory=dict)

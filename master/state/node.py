@@ -138,6 +138,8 @@ class Held(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(slots=True, kw_only=True)
 class Node:
+    """State of one node."""
+
     facts: NodeFacts
     #: False: lost.
     registered: bool = True

@@ -54,6 +54,8 @@ class StillFresh(TooSoon):
 
 @dataclass(slots=True, kw_only=True)
 class Token:
+    """Join token, known by its fingerprint."""
+
     #: Holder that asked for it.
     maker: Holder
     role: Role
@@ -77,6 +79,8 @@ class Given:
 
 @dataclass(slots=True, kw_only=True)
 class Trust:
+    """Tokens, and certificates issued and revoked."""
+
     #: By fingerprint.
     tokens: dict[str, Token] = field(default_factory=dict)
     given: dict[Holder, Given] = field(default_factory=dict)
