@@ -1,6 +1,6 @@
 """Addresses: this host's name, parsing HOST:PORT, and whether it stays on this host.
 
-Must not know the listeners.
+Must not know what listens there.
 """
 
 import ipaddress
@@ -46,8 +46,8 @@ def leaves_host(address: str) -> bool:
 
 
 def stays_on_host(address: str) -> bool:
-    """Return whether HOST:PORT resolves, and only to loopback addresses: a name that does not
-    resolve may do so later. Raises ValueError."""
+    """Return whether HOST:PORT resolves to loopback addresses only. False for a name that does not
+    resolve now, since it may resolve to another host later. Raises ValueError."""
     found = addresses(address)
     return bool(found) and all(map(_is_loopback, found))
 
@@ -59,7 +59,7 @@ def own_address(host: str, port: int) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether a number, or localhost, is unreachable from other hosts. Resolves no names."""
+    """Return whether `host` is localhost or a loopback IP address. Resolves no other name."""
     try:
         return _is_loopback(host)
     except ValueError:
@@ -67,8 +67,8 @@ def is_loopback(host: str) -> bool:
 
 
 def pinned(address: str) -> str:
-    """Replace the name in HOST:PORT by its number, for an address of this host: a name may resolve
-    to another one later. `localhost`, and a name that does not resolve, are kept."""
+    """Replace the name in this host's HOST:PORT by its IP address, since the name may resolve to
+    another one later. Keep `localhost`, and a name that does not resolve."""
     host, port = split_address(address)
     found = sorted(addresses(address), key=lambda number: ":" in number)
     if host == "localhost" or not found:
@@ -96,7 +96,7 @@ def without_port(host: str) -> str:
 
 
 def addresses(address: str) -> list[str]:
-    """Return the numbers that HOST:PORT resolves to; none where it does not. Raises ValueError."""
+    """Return the IP addresses that HOST:PORT resolves to, if any. Raises ValueError."""
     host, port = split_address(address)
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)

@@ -68,13 +68,15 @@ class _Output:
 def run(command: click.Command, name: str, arguments: Sequence[str] | None = None) -> int:
     """Run `command` as the program `name` and return its exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    if sys.stdout is None:  # the next opened file would take its place
-        return _tell(name, "standard output is closed; to have none, send it to /dev/null", 2)
+    if sys.stdout is None:  # else the next opened file would get descriptor 1, and our output
+        return _report_error(
+            name, "standard output is closed; to have none, send it to /dev/null", 2
+        )
     for argument in arguments:
         try:
             argument.encode()
         except UnicodeEncodeError:
-            return _tell(name, f"the argument {argument!a} is not UTF-8 text", 2)
+            return _report_error(name, f"the argument {argument!a} is not UTF-8 text", 2)
     try:
         with contextlib.redirect_stdout(cast(TextIO, _Output(sys.stdout))):
             code = _outcome(command, name, arguments)
@@ -83,8 +85,8 @@ def run(command: click.Command, name: str, arguments: Sequence[str] | None = Non
     except OutputFailed as failed:
         broken = isinstance(failed.__cause__, BrokenPipeError)
         # The reader (head, less) of a pipe has seen enough.
-        code = 0 if broken else _tell(name, str(failed), NO_OUTPUT)
-    _drop_the_rest()
+        code = 0 if broken else _report_error(name, str(failed), NO_OUTPUT)
+    _discard_unwritten()
     return code
 
 
@@ -96,24 +98,24 @@ def _outcome(command: click.Command, name: str, arguments: Sequence[str]) -> int
         return 2
     except click.UsageError as error:
         path = error.ctx.command_path if error.ctx else name
-        return _tell(name, f"{error.format_message().rstrip('.')} (see '{path} --help')", 2)
+        return _report_error(name, f"{error.format_message().rstrip('.')} (see '{path} --help')", 2)
     except click.ClickException as error:
-        return _tell(name, error.format_message(), error.exit_code)
+        return _report_error(name, error.format_message(), error.exit_code)
     except (click.Abort, KeyboardInterrupt):
         return INTERRUPTED
     except FileNotFoundError:
-        if _folder_is_there():
+        if _current_folder_exists():
             raise
-        return _tell(name, "the current folder is gone; change into one that exists", 2)
+        return _report_error(name, "the current folder is gone; change into one that exists", 2)
     return result if isinstance(result, int) else 0
 
 
-def _tell(name: str, text: str, code: int) -> int:
+def _report_error(name: str, text: str, code: int) -> int:
     click.echo(f"{name}: {one_line(text)}", err=True)
     return code
 
 
-def _drop_the_rest() -> None:
+def _discard_unwritten() -> None:
     """Discard unwritten standard output, so that the last flush does not fail a second time."""
     try:
         sys.stdout.flush()
@@ -121,7 +123,7 @@ def _drop_the_rest() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _folder_is_there() -> bool:
+def _current_folder_exists() -> bool:
     try:
         os.getcwd()
     except FileNotFoundError:

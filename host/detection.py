@@ -33,15 +33,15 @@ _LEAST_SILENCE_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Detection:
-    """Time-outs that decisions depend on, in seconds. Raises ValueError if one is no time."""
+    """Time-outs that decisions depend on, in seconds. Raises ValueError if one is not from 0 to a
+    day."""
 
     #: Longest time between two statuses of an agent, and between its probes of its workers.
     heartbeat_s: float = 1.0
     #: Silence after which a node is lost.
     lease_s: float = 4.0
-    #: The same for a node that has been silent since the master started or was paused itself. It
-    #: also holds for one whose stream was cut together with many others, or that fell silent with
-    #: all others.
+    #: Longer lease where the fault may be the master's: it has just started or was paused, many
+    #: streams were cut together, or all nodes fell silent at once.
     return_s: float = 10.0
     #: Time between keepalive pings of either end of a connection, and the wait for an answer before
     #: it is closed.
@@ -49,12 +49,12 @@ class Detection:
     ping_timeout_s: float = 2.0
     #: Time after which an agent abandons a master that does not accept or answer its messages.
     answer_s: float = 5.0
-    #: Longest wait before an agent reconnects; it waits for a random part of it.
+    #: Longest wait before an agent reconnects. Each wait is a random part of it.
     longest_retry_s: float = 2.0
     #: A closed stream and a peer's report this close together prove a loss.
     witness_window_s: float = 2.0
-    #: Time after which workers that report a lost peer meet again if none is missing. It doubles
-    #: each time that this leads to no step, up to the longest.
+    #: Time after which workers meet again if some report a lost peer but none is missing. It
+    #: doubles with each such meeting that leads to no step.
     regroup_s: float = 3.0
     longest_regroup_s: float = 30.0
     #: Time after which a stopped worker process, or one whose training thread hangs, is lost.
@@ -63,7 +63,8 @@ class Detection:
     stall_s: float = 8.5
     #: The same while they meet, move layers, and save the result.
     meeting_s: float = 30.0
-    #: Delay of a process's own wake-up after which it gives everyone more time.
+    #: If a process wakes up later than intended by this much, it extends all deadlines: messages of
+    #: others may wait for it unread.
     lag_limit_s: float = 1.0
     #: Longest wait of the others for the replacement of a lost worker's process.
     replacement_grace_s: float = 1.5
@@ -90,13 +91,13 @@ class Detection:
 
     @property
     def silence_s(self) -> float:
-        """Seconds without a heartbeat after which a worker takes another worker's host for
-        unreachable. They exceed the master's time to declare an unreachable host lost."""
+        """Silence after which a worker reports another worker's host as unreachable. It exceeds the
+        time in which the master declares such a host lost."""
         return max(self.lease_s + 1, _LEAST_SILENCE_S)
 
     def grace_s(self, device: str, started_s: float = 0.0) -> float:
-        """Return the replacement grace of a process on a `device`: cpu or cuda. `started_s`:
-        the time that the newest such process took to be up; 0 if none was."""
+        """Return the replacement grace of a process on a `device`: cpu or cuda. `started_s`: how
+        long the newest such process took to start; 0: none has."""
         cpu, gpu = self.replacement_grace_s, self.gpu_grace_s
         if device != "cuda":
             return cpu

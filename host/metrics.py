@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 Kind = Literal["gauge", "counter", "histogram"]
 _UNITS = ("seconds", "bytes", "ratio")
-#: Upper bounds of buckets, in seconds: for work of a processor, for waits for a disk, a process or
-#: a caller, and for work of many hosts.
+#: Upper bounds of buckets, in seconds: SHORT_S for computing, USUAL_S for waits for a disk, a
+#: process or a caller, LONG_S for work of many hosts.
 SHORT_S = (5e-5, 1e-4, 2.5e-4, 5e-4, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
 USUAL_S = (
     0.001,
@@ -298,15 +298,15 @@ class MetricsPage:
             case _:
                 return _response("400 Bad Request", b"this is no request of HTTP/1.1\n")
         if self._is_rebound(_values(lines, "host")):
-            told = b"this page is for this host alone; ask for localhost or an address\n"
-            return _response("421 Misdirected Request", told)
+            reason = b"this page is for this host alone; ask for localhost or an address\n"
+            return _response("421 Misdirected Request", reason)
         if target.partition("?")[0] != _PATH:
             return _response("404 Not Found", b"metrics are at /metrics\n")
         openmetrics = "application/openmetrics-text" in "".join(_values(lines, "accept"))
         page = await self._page(openmetrics=openmetrics)
         if page is None:
-            told = b"the metrics could not be read; the log tells why\n"
-            return _response("500 Internal Server Error", told)
+            reason = b"the metrics could not be read; the log tells why\n"
+            return _response("500 Internal Server Error", reason)
         return _response("200 OK", page, content_type(openmetrics=openmetrics))
 
     def _is_rebound(self, hosts: list[str]) -> bool:

@@ -26,10 +26,10 @@ _MOST_INFO_BYTES = 1 << 20
 
 Dtype = Literal["uint8", "uint16", "uint32"]
 
-#: Ids per part that `look_through` reads, and the alignment of each part's start, in ids.
+#: Ids per part that `look_through` reads; each part starts at a multiple of `_PERIOD` ids.
 _LOOKED_AT, _PERIOD = 1 << 16, 4
-#: Fewest ids that allow a verdict. Highest byte or word in the high half of a wider id: enough for
-#: uint32 ids below 2**20 and uint16 ids below 2**12.
+#: Fewest ids that allow a verdict; and highest usual value of an id's high half, as in uint32 ids
+#: below 2**20 and uint16 ids below 2**12.
 _FEW, _HIGH = 32, 15
 #: Larger than any vocabulary.
 _VOCABULARY = 1 << 22
@@ -123,8 +123,8 @@ def read_info(path: str | Path) -> TokenFileInfo | None:
 
 
 def type_of(path: str | Path, info: TokenFileInfo | None, wanted: Dtype | None) -> Dtype:
-    """Return the type of the ids in token file `path`. Raises DataError if `info` and `wanted`
-    differ, or neither has it: read in the wrong width most numbers are ids too."""
+    """Return the type of the ids in token file `path`, which must be known: most ids read in the
+    wrong width look valid. Raises DataError if `info` and `wanted` differ, or both are None."""
     if info is None and wanted is None:
         raise DataError(
             f"the type of the ids in {path} is unknown: there is no "
@@ -249,7 +249,7 @@ class TokenWriter:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        # The buffered rest does not matter any more, and may not fit on the disk.
+        # Ignore errors of writing the rest, which nobody needs and may not fit on the disk.
         if self._file is not None:
             with contextlib.suppress(OSError):
                 self._file.close()

@@ -163,7 +163,8 @@ class ByteTokenizer:
         return tuple((wanted or "").encode())
 
     def check_vocabulary(self, vocabulary: int) -> None:
-        """Raise DataError where a model cannot take all ids; bytes are checked as they are used."""
+        """Raise DataError if a model with this vocabulary cannot take all ids. A text need not have
+        all 256 bytes, so those are checked where they are used."""
 
 
 class FileTokenizer:
@@ -303,7 +304,7 @@ def _all_pieces(paths: Sequence[str], field: str) -> Iterator[tuple[Piece, int]]
         last = 0
         for piece in read_documents(path, field):
             last = piece.read_bytes
-            # An empty text is no document, but its end may be that of a text in pieces.
+            # Skip an empty document, but not an empty last piece of a longer one.
             if piece.content or piece.offset:
                 yield piece, before + last
         before += last

@@ -15,7 +15,7 @@ Differences = Mapping[str, Mapping[str, tuple[str, ...]]]
 #: Version of everything that workers compute and send to each other: the instructions made from a
 #: plan, the order of samples and sums, draws, links and meetings.
 #:
-#: Only workers of one engine train a job together. It increases with any change to these.
+#: Only workers of one engine train a job together. Any change to the things above increases it.
 ENGINE = "1"
 _MOST_CHARACTERS = 64
 

@@ -38,7 +38,7 @@ from oobleck.core.orders import (
 )
 from oobleck.host.doctor import gpus, network, places, system, way
 
-#: Time for a folder and for names; GPUs take as long as their driver is waited for.
+#: Time-outs of the checks of a folder or of names, and of GPUs, whose drivers are slow.
 PLACE_S, GPUS_S = 10.0, 40.0
 #: Age after which leftover files of an examination may be removed.
 _OLD_S = 3600.0
@@ -156,8 +156,8 @@ def _hangs(name: str) -> Finding:
 def in_time(
     tasks: Mapping[str, Callable[[], T]], limit_s: float, limits: Mapping[str, float] = _NO_LIMITS
 ) -> dict[str, T]:
-    """Run each task in a thread of its own and return the results of those that end in time. Tasks
-    that raise OSError are left out."""
+    """Run each task in a thread of its own. Return the results of those that end in time without an
+    OSError."""
     found: dict[str, T] = {}
 
     def note(name: str) -> None:

@@ -1,4 +1,4 @@
-"""The certificate of this host's agent, or the authority at the head: is it good, and how long."""
+"""Validity of the certificate of this host's agent, or of the authority at the head."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -89,8 +89,8 @@ def _resolved(name: str) -> tuple[str, ...]:
 
 
 def _source(peer: str) -> str:
-    """Return this host's address for reaching `peer`, without sending anything; empty: there is
-    none."""
+    """Return the source address of packets to `peer`, without sending any; empty: there is no
+    route."""
     try:
         family, kind, protocol, _, target = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:
@@ -143,8 +143,8 @@ def conclude(found: Network, about: About) -> Iterator[Finding]:
 
 def _of_names(found: Network, about: About) -> Iterator[Finding]:
     name = found.hostname
-    told = about.address or "its address"
-    fix = f"have {told} and {name} in one line of /etc/hosts, or of the name service"
+    address = about.address or "its address"
+    fix = f"have {address} and {name} in one line of /etc/hosts, or of the name service"
     loops = [address for address in found.named if _loops(address)]
     if not found.named:
         what = f"the host's own name, {name}, does not resolve"
@@ -216,39 +216,39 @@ def _of_choice(found: Network, about: About) -> Iterator[Finding]:
     """Check the interfaces that NCCL and Gloo are going to use."""
     here = found.holding(about.address)
     for variable in _VARIABLES:
-        told = about.variables.get(variable, "")
+        value = about.variables.get(variable, "")
         nccl = variable.startswith("NCCL")
-        if here is None or not (told or (nccl and about.device == "cuda")):
+        if here is None or not (value or (nccl and about.device == "cuda")):
             continue
-        chosen = nccl_choice(told, found.interfaces) if nccl else tuple(told.split(","))
-        says = f"{variable}={told}" if told else f"without {variable}"
-        who = "NCCL" if nccl else "Gloo"
+        chosen = nccl_choice(value, found.interfaces) if nccl else tuple(value.split(","))
+        setting = f"{variable}={value}" if value else f"without {variable}"
+        library = "NCCL" if nccl else "Gloo"
         fix = f"unset {variable} and start the agent with --interface {here.name}"
         if not chosen or not {one.name for one in found.interfaces} & {*chosen}:
-            what = f"{says}: this host has no such interface, so {who} finds none"
+            what = f"{setting}: this host has no such interface, so {library} finds none"
             yield Finding(check="interface", level="fail", what=what, fix=fix)
         elif chosen != (here.name,):
             what = (
-                f"{says}: {who} uses {', '.join(chosen)}, and others reach this node at "
+                f"{setting}: {library} uses {', '.join(chosen)}, and others reach this node at "
                 f"{about.address} on {here.name}"
             )
             level = "warn" if here.name in chosen else "fail"
             yield Finding(check="interface", level=level, what=what, fix=fix)  # type: ignore[arg-type]
         else:
-            what = f"{says}: {who} uses {here.name}, which has {about.address}"
+            what = f"{setting}: {library} uses {here.name}, which has {about.address}"
             yield Finding(check="interface", level="pass", what=what)
 
 
-def nccl_choice(told: str, interfaces: Sequence[Interface]) -> tuple[str, ...]:
-    """Return the interfaces that NCCL uses by NCCL_SOCKET_IFNAME (NCCL's user guide, "Environment
-    variables").
+def nccl_choice(setting: str, interfaces: Sequence[Interface]) -> tuple[str, ...]:
+    """Return the interfaces that NCCL uses. `setting`: the value of NCCL_SOCKET_IFNAME (NCCL's user
+    guide, "Environment variables"); empty: it is not set.
 
-    `^` excludes those that follow, `=` asks for whole names, else prefixes count. Without the
-    variable: those of InfiniBand, else all but docker's and loopback, else these.
+    Its names are prefixes, or whole names after `=`; after `^` they are excluded. Without it NCCL
+    prefers InfiniBand, and takes docker's interfaces and loopback only if there are no others.
     """
-    up = [one.name for one in interfaces if one.up and one.addresses]
-    if told:
-        exclude, rest = told.startswith("^"), told.removeprefix("^")
+    up = [interface.name for interface in interfaces if interface.up and interface.addresses]
+    if setting:
+        exclude, rest = setting.startswith("^"), setting.removeprefix("^")
         exact, rest = rest.startswith("="), rest.removeprefix("=")
         words = tuple(word.partition(":")[0] for word in rest.split(",") if word)
         named = [n for n in up if (n in words if exact else n.startswith(words))]

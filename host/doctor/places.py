@@ -37,9 +37,9 @@ _MOST_FILES, _READ_FILES, _READ_BYTES = 4096, 16, 64 << 10
 #: container.
 _IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs", "rootfs"})
 _LAYERED = frozenset({"overlay", "aufs"})
-#: File systems whose fsync returns before the other end has written.
+#: File systems whose fsync returns before the server has written.
 _ELSEWHERE = frozenset({"9p", "fuse.sshfs", "vboxsf", "drvfs", "fuse.s3fs", "fuse.gcsfuse"})
-#: Options by which a file system does not wait for its disk.
+#: Mount options with which fsync does not wait for the disk.
 _HASTY = frozenset({"volatile", "nobarrier", "barrier=0", "async_commit", "journal_async_commit"})
 
 #: File systems of a host's own disks. A pod that mounts a folder of one has a volume of its node
@@ -58,7 +58,7 @@ _SLOW_SYNC_ELSE_S = 0.5
 
 class PlaceFacts(msgspec.Struct, frozen=True, kw_only=True):
     place: Place
-    #: The nearest existing folder above it, or itself.
+    #: The place itself, or its nearest ancestor that exists.
     at: str = ""
     #: Reason why it cannot be used, in the kernel's words; empty: it can be.
     problem: str = ""

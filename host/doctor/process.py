@@ -15,9 +15,9 @@ from oobleck.core.orders import About, Answer, Asked, Order, Unable
 from oobleck.host.system.process import with_parent
 
 MODULE = "oobleck.host.doctor"
-#: Longer than the waits for examining threads.
+#: Time-out of an answer: longer than those of the examining threads.
 ANSWER_S = 50.0
-#: Longer than a master waits between two orders of one examination.
+#: Time after which an idle process ends: longer than between two orders of one examination.
 _IDLE_S = 60.0
 _END_S = 1.0
 #: Training has priority, even over Python's start-up.
@@ -29,7 +29,7 @@ class Doctor:
     """Process that examines the host, one order at a time; `close` it."""
 
     def __init__(self, about: Callable[[], About], environment: Mapping[str, str] | None) -> None:
-        """Make a doctor. `environment`: of the process; None: this one's."""
+        """Make a doctor. `environment`: the process's variables; None: those of this process."""
         self._about = about
         self._environment = environment
         self._process: asyncio.subprocess.Process | None = None
@@ -78,7 +78,7 @@ class Doctor:
             env=self._environment,
             limit=_MOST_BYTES,
         )
-        with suppress(OSError):  # it has ended, or has that priority already
+        with suppress(OSError):  # the process has ended, or is as nice already
             os.setpriority(os.PRIO_PROCESS, self._process.pid, _NICE)
         return self._process
 

@@ -15,16 +15,16 @@ HEAD = "(head)"
 
 
 def of_clocks(offsets: Mapping[str, float]) -> Iterator[Finding]:
-    """Report clocks that are wrong. `offsets`: of nodes' clocks to the head's, in seconds. If most
-    nodes agree and the head does not, the head's clock is the wrong one."""
+    """Report clocks that are wrong. `offsets`: seconds that each node's clock is ahead of the
+    head's. If most nodes agree with each other and not with the head, its clock is wrong."""
     if not offsets:
         return
     usual = statistics.median(offsets.values())
     agree = [offset for offset in offsets.values() if abs(offset - usual) <= _APART_S]
-    whose = dict(offsets)
+    errors = dict(offsets)
     if abs(usual) > _APART_S and len(offsets) > 2 and 2 * len(agree) > len(offsets):
-        whose = {name: offset - usual for name, offset in offsets.items()} | {HEAD: -usual}
-    wrong = {name: offset for name, offset in whose.items() if abs(offset) > _APART_S}
+        errors = {name: offset - usual for name, offset in offsets.items()} | {HEAD: -usual}
+    wrong = {name: error for name, error in errors.items() if abs(error) > _APART_S}
     for name, offset in sorted(wrong.items()):
         way = "ahead" if offset > 0 else "behind"
         what = f"its clock is {abs(offset):.1f} s {way}"
@@ -109,27 +109,27 @@ def of_places(looked: Mapping[str, Looked]) -> Iterator[Finding]:
         for seen in found.seen:
             by_path.setdefault(seen.path, {})[name] = seen
     for path, on in sorted(by_path.items()):
-        # A node without the place has its own finding.
-        there = {name: seen for name, seen in on.items() if seen.at}
-        if len(there) < 2:
+        # A node without the place has a finding of its own.
+        by_node = {name: seen for name, seen in on.items() if seen.at}
+        if len(by_node) < 2:
             continue
-        data = next(iter(there.values())).use == "data"
+        data = next(iter(by_node.values())).use == "data"
         groups: dict[str, list[str]] = {}
-        for name, seen in there.items():
+        for name, seen in by_node.items():
             groups.setdefault(seen.digest if data else seen.at, []).append(name)
         if len(groups) < 2:
             continue
-        yield _differing(path, there, list(groups.values()), data=data)
+        yield _differing(path, by_node, list(groups.values()), data=data)
 
 
 def _differing(
-    path: str, there: Mapping[str, Seen], groups: Sequence[Sequence[str]], *, data: bool
+    path: str, by_node: Mapping[str, Seen], groups: Sequence[Sequence[str]], *, data: bool
 ) -> Finding:
     usual, *rest = sorted(groups, key=len, reverse=True)
     others = [name for group in rest for name in group]
     node = others[0] if len(others) == 1 else ""
     if data:
-        files = {name: there[name].files for name in (*others, *usual)}
+        files = {name: by_node[name].files for name in (*others, *usual)}
         counted = f" ({files[others[0]]} files and {files[usual[0]]})" if _unlike(files) else ""
         what = (
             f"data at {path} are not the same on {comma_separated(others)} as on "
@@ -137,13 +137,13 @@ def _differing(
         )
         fix = "copy them anew: workers with other data are left out of a job"
         return Finding(check="data", level="fail", what=what, fix=fix, node=node)
-    # The nearer to the path, the more exists.
-    have = max(groups, key=lambda group: len(there[group[0]].at))
+    # The group that sees the longest part of the path has the most of it.
+    have = max(groups, key=lambda group: len(by_node[group[0]].at))
     lack = [name for group in groups if group is not have for name in group]
     node = lack[0] if len(lack) == 1 else ""
     what = (
-        f"{path}: only {there[lack[0]].at} exists on {comma_separated(lack)}, and "
-        f"{there[have[0]].at} on {comma_separated(have)}"
+        f"{path}: only {by_node[lack[0]].at} exists on {comma_separated(lack)}, and "
+        f"{by_node[have[0]].at} on {comma_separated(have)}"
     )
     fix = f"mount it on {comma_separated(lack)} too"
     return Finding(check="shared", level="fail", what=what, fix=fix, node=node)

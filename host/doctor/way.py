@@ -1,10 +1,9 @@
 """Measurement of the network path from this host to another one.
 
 It finds whether there is a connection, its round-trip time and throughput, and how large a packet
-may be. Both ends are doctor's processes of agents that got one secret over the master's own
-connections. The caller proves first that it has the secret, then the listener. Without the proof
-the port accepts and answers nothing, and it is open only during one examination. The data sent is
-filler, with nothing secret in it.
+may be. Both ends are doctor's processes, whose agents got a shared secret from the master. The
+caller proves first that it has the secret, then the listener does. Without that proof the listener
+answers nothing, and its port is open only during one examination. The data sent is filler.
 """
 
 import contextlib
@@ -38,7 +37,7 @@ _TAKEN = struct.Struct("!QQ")
 _AT_ONCE = struct.pack("@ii", 1, 0)
 #: No examination sends more, whatever is requested.
 MOST_BYTES, _MOST_S = 256 << 20, 5.0
-#: Most calls served at a time: each node is in one pair, and strangers in none.
+#: Most calls served at a time. One would do, as each node is in one pair: the rest are strangers'.
 _MOST_CALLERS = 4
 
 #: Parts of a datagram: a proof of the rest, and a number.
@@ -212,12 +211,12 @@ def _called(order: Call, secret: bytes, own: str) -> Iterator[socket.socket]:
 # ---- proofs of the secret
 
 
-def _proof(secret: bytes, who: bytes, said: bytes) -> bytes:
-    return hmac.digest(secret, b"oobleck doctor " + who + said, hashlib.sha256)
+def _proof(secret: bytes, role: bytes, message: bytes) -> bytes:
+    return hmac.digest(secret, b"oobleck doctor " + role + message, hashlib.sha256)
 
 
-def _tag(secret: bytes, who: bytes, number: bytes) -> bytes:
-    return _proof(secret, who, number)[:_TAG_BYTES]
+def _tag(secret: bytes, role: bytes, number: bytes) -> bytes:
+    return _proof(secret, role, number)[:_TAG_BYTES]
 
 
 def _prove_as_caller(link: socket.socket, secret: bytes) -> None:
@@ -231,15 +230,15 @@ def _prove_as_caller(link: socket.socket, secret: bytes) -> None:
 def _prove_as_called(link: socket.socket, secret: bytes) -> None:
     ours = secrets.token_bytes(_NONCE_BYTES)
     link.sendall(ours)
-    said = _read(link, _NONCE_BYTES + _PROOF_BYTES)
-    theirs, proof = said[:_NONCE_BYTES], said[_NONCE_BYTES:]
+    reply = _read(link, _NONCE_BYTES + _PROOF_BYTES)
+    theirs, proof = reply[:_NONCE_BYTES], reply[_NONCE_BYTES:]
     if not hmac.compare_digest(proof, _proof(secret, b"caller", ours + theirs)):
         raise Refused
     link.sendall(_proof(secret, b"called", ours + theirs))
 
 
 def _read(link: socket.socket, size: int) -> bytes:
-    """Read `size` bytes. Raises OSError, also if the other end is gone."""
+    """Read `size` bytes. Raises OSError, also if the other end closes the connection."""
     data = bytearray()
     while len(data) < size:
         part = link.recv(size - len(data))
@@ -262,8 +261,8 @@ def _round_trip(link: socket.socket) -> float:
 def _send(link: socket.socket, order: Call) -> float:
     """Send for the order's time and return the bytes a second that the other end received.
 
-    It answers when it has them all or the time is over; data still in flight then counts for
-    neither.
+    The other end answers when it has all data or the time is over. Data then still in flight is
+    not counted.
     """
     link.sendall(_ASK.pack(_TAKE, order.most_bytes, order.seconds))
     chunk, left = memoryview(bytes(_CHUNK)), order.most_bytes
@@ -300,7 +299,8 @@ def _take(link: socket.socket, size: int, seconds: float) -> tuple[int, int]:
 
 
 def _leave_unread(link: socket.socket) -> None:
-    """Read and discard until the other end closes: closing first would lose it the last answer."""
+    """Read and discard until the other end closes. If this end closed with unread data, TCP would
+    reset the connection, and the other end might lose the last answer."""
     until = time.monotonic() + _ANSWER_S
     while time.monotonic() < until and link.recv(_CHUNK):
         pass

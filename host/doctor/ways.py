@@ -1,7 +1,7 @@
 """Measured network paths between nodes: the rounds of measuring, and conclusions from them.
 
-Paths may be missing, or differ from the others. If all paths of a node are bad, the node is
-reported rather than each of its pairs. Pure.
+A path is bad if it cannot be connected, or is much worse than the others. If all paths of a node
+are bad, one finding names the node. Pure.
 """
 
 import statistics
@@ -16,8 +16,7 @@ from oobleck.core.units import comma_separated, count
 # ---- rounds: each node is in one pair at a time
 
 
-#: Most nodes of which all pairs are measured. Larger clusters: a ring, and some rounds of other
-#: pairs.
+#: Most nodes of which all pairs are measured. Of more nodes, only a ring and some other pairs are.
 ALL_UP_TO = 16
 _FURTHER_ROUNDS = 4
 
@@ -74,14 +73,14 @@ _FAR_S = 10e-3
 _PART_OF_RATE = 0.5
 _SLOW_BYTES_PER_S = 100e6
 #: Most findings of a kind.
-_MOST_TOLD = 20
+_MOST_FINDINGS = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Scope:
     """Group of paths that are bad for one reason."""
 
-    #: Empty: all paths are bad.
+    #: Empty: the group is all paths.
     node: str = ""
     other: str = ""
     words: str
@@ -109,10 +108,11 @@ def conclude(ways: Ways) -> Iterator[Finding]:
 
 
 def scopes(bad: Sequence[End], ways: Ways) -> Iterator[_Scope]:
-    """Yield the fewest places that explain the bad paths."""
-    left = set(bad)
-    if left and left == {*ways} and len({*(node for end in ways for node in end)}) > 2:
-        yield _Scope(words="between all nodes", ways=tuple(sorted(left)))
+    """Yield the fewest scopes that cover the bad paths: all nodes, else single nodes in both
+    directions or one, else pairs."""
+    uncovered = set(bad)
+    if uncovered and uncovered == {*ways} and len({*(node for end in ways for node in end)}) > 2:
+        yield _Scope(words="between all nodes", ways=tuple(sorted(uncovered)))
         return
     kinds: tuple[tuple[str, Callable[[str, End], bool]], ...] = (
         ("between {} and the others", lambda node, end: node in end),
@@ -121,29 +121,29 @@ def scopes(bad: Sequence[End], ways: Ways) -> Iterator[_Scope]:
     )
     for words, touches in kinds:
         for node in sorted({name for end in ways for name in end}):
-            its = {end for end in ways if touches(node, end)}
-            if len({*(name for end in its for name in end)}) > 2 and its <= {*bad} and its & left:
-                left -= its
-                yield _Scope(node=node, words=words.format(node), ways=tuple(sorted(its)))
-    for one, other in sorted(left):
-        if (other, one) in left:
-            if one < other:
-                both = ((one, other), (other, one))
-                words = f"between {one} and {other}"
-                yield _Scope(node=one, other=other, words=words, ways=both)
+            paths = {end for end in ways if touches(node, end)}
+            has_peers = len({*(name for end in paths for name in end)}) > 2
+            if has_peers and paths <= {*bad} and paths & uncovered:
+                uncovered -= paths
+                yield _Scope(node=node, words=words.format(node), ways=tuple(sorted(paths)))
+    for source, target in sorted(uncovered):
+        if (target, source) in uncovered:
+            if source < target:
+                both = ((source, target), (target, source))
+                words = f"between {source} and {target}"
+                yield _Scope(node=source, other=target, words=words, ways=both)
         else:
-            words = f"from {one} to {other}"
-            yield _Scope(node=one, other=other, words=words, ways=((one, other),))
+            words = f"from {source} to {target}"
+            yield _Scope(node=source, other=target, words=words, ways=((source, target),))
 
 
-def _told(bad: Sequence[End], ways: Ways) -> Iterator[_Scope]:
-    found = list(scopes(bad, ways))
-    yield from found[:_MOST_TOLD]
+def _first_scopes(bad: Sequence[End], ways: Ways) -> Sequence[_Scope]:
+    return list(scopes(bad, ways))[:_MOST_FINDINGS]
 
 
 def _of_reach(ways: Ways) -> Iterator[Finding]:
     bad = [end for end, way in ways.items() if way.problem]
-    for scope in _told(bad, ways):
+    for scope in _first_scopes(bad, ways):
         reasons = sorted({ways[end].problem for end in scope.ways})
         what = f"no connection {scope.words}: {', '.join(reasons)}"
         fix = (
@@ -161,7 +161,7 @@ def _of_reach(ways: Ways) -> Iterator[Finding]:
 def _of_size(ways: Ways) -> Iterator[Finding]:
     silent = [end for end, way in ways.items() if not way.arrived]
     split = [end for end, way in ways.items() if 0 < way.arrived < way.mtu]
-    for scope in _told(split, ways):
+    for scope in _first_scopes(split, ways):
         sent = max(ways[end].mtu for end in scope.ways)
         least = min(ways[end].arrived for end in scope.ways)
         what = (
@@ -242,8 +242,8 @@ def _of_rate(ways: Ways) -> Iterator[Finding]:
 def _two_kinds(unlike: Sequence[End], slow: Sequence[End], ways: Ways) -> Iterator[_Scope]:
     """Yield the scopes of paths that differ from the others, then of the remaining ones that are
     slow anywhere."""
-    yield from _told(unlike, ways)
-    yield from _told(slow, {end: way for end, way in ways.items() if end not in unlike})
+    yield from _first_scopes(unlike, ways)
+    yield from _first_scopes(slow, {end: way for end, way in ways.items() if end not in unlike})
 
 
 def _finding(

@@ -48,8 +48,8 @@ class GpuReport(msgspec.Struct, frozen=True, kw_only=True):
     #: Versions that torch was built with; empty: without.
     cuda: str = ""
     nccl: str = ""
-    #: Bytes of the first one in use beside torch's memory, once a process has computed there; 0: it
-    #: cannot compute.
+    #: Bytes in use on the first GPU, beyond torch's own memory, after a process has computed there;
+    #: 0: it cannot compute.
     context_bytes: int = 0
 
 
@@ -181,27 +181,27 @@ _NCCL_ENVIRONMENT = {
     # later waits for all others on the device, including a receive that waits for its peer. So
     # workers use the job's kernels before they connect (`worker/profiling/preflight.py`).
     "CUDA_MODULE_LOADING": "LAZY",
-    # The worker recovers from a lost peer itself, and torch needs no watchdog: it would ask NCCL
-    # beside the worker's threads, and sleep for a minute after each failed operation, which the end
-    # of the group waits for. With this torch starts none, nor the monitor that looks after it.
+    # Have torch start neither watchdog nor monitor: the worker detects lost peers itself. The
+    # watchdog would call NCCL beside the worker's threads, and sleep for a minute after each failed
+    # operation, for which the group's destructor waits.
     "TORCH_NCCL_BLOCKING_WAIT": "1",
-    # Where an operator wants one: it must not wait, end the process for an error, raise it in its
-    # own thread or write files about it. Its monitor would end a process whose watchdog waits for a
-    # kernel to abort.
+    # For operators who enable the watchdog all the same: keep it from waiting, from ending the
+    # process for an error, and from raising or dumping it. The monitor would end a process whose
+    # watchdog waits for a kernel to abort.
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_TRACE_BUFFER_SIZE": "0",
-    # Longest wait of a group's first use for its connection, which an abort cannot end.
+    # Limit how long a group's first operation waits for its connection: no abort ends that wait.
     "TORCH_NCCL_NONBLOCKING_TIMEOUT": "45",
-    # Otherwise the first large sum connects its members in the middle of a step.
+    # Connect at once. By default the first large all-reduce does, in the middle of a step.
     "NCCL_RUNTIME_CONNECT": "0",
-    # All members of a communicator free the switch's multicast memory together, so an abort by some
-    # may hang (nvidia-resiliency-ext, known issues).
+    # Without NVLS: its multicast memory is freed by all members together, so an abort by some of
+    # them may hang (nvidia-resiliency-ext, known issues).
     "NCCL_NVLS_ENABLE": "0",
-    # Return memory in pieces of the requested sizes, since plans differ in their needs.
+    # Let freed memory be reused in other sizes: after a change of plan, tensors differ in size.
     "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
 }
 

@@ -33,7 +33,7 @@ _SICK: Mapping[int, str] = {
     143: "it could not be initialised",
     158: "it has timed out for good",
 }
-_TOLD: Mapping[int, str] = {
+_HARMLESS: Mapping[int, str] = {
     63: "a bad row of memory is replaced with the next reset",
     92: "ECC corrects many errors of memory",
     94: "memory error that hit one program alone",
@@ -43,7 +43,7 @@ _TOLD: Mapping[int, str] = {
     156: "a bad part of it is retired with the next reset",
     157: "a bad part of it could not be retired",
 }
-#: Bits of nvmlClocksEventReasons by how much they explain: heat and power before settings.
+#: Bits of nvmlClocksEventReasons, those that explain most first: heat and power before settings.
 _REASONS: Mapping[int, str] = {
     0x40: "too hot",
     0x20: "too hot",
@@ -63,7 +63,7 @@ CLOCK_HOLDS: Mapping[str, int] = {
     "slower_gpu": 0x10,
     "setting": 0x02 | 0x100,
 }
-#: Samples that make up one diagnosis: a single one means nothing.
+#: Samples per diagnosis: a single one means nothing.
 LOOK = 6
 
 
@@ -85,9 +85,9 @@ def troubles(boards: Iterable[GpuSample], xids: Iterable[Xid]) -> tuple[Trouble,
     """Return the faults in the newest samples and in the errors so far, the sick GPUs first."""
     found = [trouble for board in boards for trouble in _of_board(board)]
     for xid in dict.fromkeys(xids):
-        known = _SICK.get(xid.code) or _TOLD.get(xid.code)
+        known = _SICK.get(xid.code) or _HARMLESS.get(xid.code)
         if known is not None:
-            # An error without a known GPU may be of another node's GPU.
+            # An Xid that names no GPU may be about the GPU of another agent of this host.
             sick = xid.code in _SICK and xid.bus != ""
             fix = "restart the host" if xid.code == 79 else _RESET if sick else _LATER
             what = f"Xid {xid.code}, {known}"
@@ -125,7 +125,7 @@ def hindrance(samples: Sequence[GpuSample], own: Collection[int]) -> str:
         for bit, word in _REASONS.items()
         if sum(bool((each.clock_reasons or 0) & bit) for each in samples) >= most
     )
-    # It is set together with each of the two reasons that cause it.
+    # The driver sets this bit together with a more precise one: heat or the power supply.
     if len(words) > 1:
         words.pop("the hardware holds it back", None)
     newest = samples[-1] if samples else GpuSample(bus="")

@@ -139,8 +139,7 @@ class _Reader:
         return events if listening else None
 
     def wait(self, timeout_s: float) -> tuple[Xid, ...]:
-        """Return the errors that arrive within the time; after the first, those that arrive with
-        it."""
+        """Wait up to `timeout_s` for an error. Return it, and those that have arrived with it."""
         nvml, begun = self._nvml, time.monotonic()
         found: list[Xid] = []
         while self._events is not None and len(found) < _MOST_XIDS:
@@ -224,8 +223,8 @@ def _flag(value: int | None) -> bool | None:
     return None if value is None else bool(value)
 
 
-def _process(told: Any) -> GpuProcess:
-    return GpuProcess(pid=int(told.pid), memory_bytes=told.usedGpuMemory)
+def _process(entry: Any) -> GpuProcess:
+    return GpuProcess(pid=int(entry.pid), memory_bytes=entry.usedGpuMemory)
 
 
 def _text(value: str | bytes | None) -> str:
@@ -236,14 +235,14 @@ def _text(value: str | bytes | None) -> str:
 
 def main() -> None:
     if sys.argv[1:] == ["peers"]:
-        _tell(_peers_here())
+        _print(_peers_here())
         return
     every_s = float(sys.argv[1]) if sys.argv[1:] else None
     for sample in read_forever(every_s):
-        _tell(sample)
+        _print(sample)
 
 
-def _tell(value: Sample | Peers) -> None:
+def _print(value: Sample | Peers) -> None:
     sys.stdout.write(msgspec.json.encode(value).decode() + "\n")
     sys.stdout.flush()
 

@@ -2,12 +2,12 @@
 
 Without credentials a call is in the clear and readable by anyone, so it may not leave this host.
 
-A master that the caller's own user runs here, with an authority, answers at an abstract Unix
-socket, named after its user and address, with the folder of its operator's credentials. The kernel
-ends that name with the master, and keeps it in the network namespace of the master's port. Both
-ends ask the kernel for the other's user (SO_PEERCRED). The answer is a path and no secret: the mode
-of the folder keeps others out. Through a proxy or a tunnel, which has another port, the caller
-knows the master by its certificate, which that authority has signed. Must not know gRPC.
+A master with an authority lets processes of its own user on this host find its operator's
+credentials. It answers with their folder at an abstract Unix socket, named after user and address.
+The kernel removes the name when the master ends, and shows it only in the master's network
+namespace. Both ends ask the kernel for the other's user (SO_PEERCRED). The answer is a path and no
+secret: the mode of the folder keeps others out. Behind a proxy or a tunnel, which has another port,
+the caller recognises the master by its certificate, signed by that authority. Must not know gRPC.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ from oobleck.host.security.credentials import (
     read_credentials,
 )
 
-#: Where `oobleck local` listens, and whom commands ask unless told another master.
+#: Address at which `oobleck local` listens, and the default of --master.
 DEFAULT_MASTER = "127.0.0.1:4600"
 
 
@@ -133,10 +133,10 @@ def _ask(name: str) -> bytes:
         asking.connect(name)
         if _user_of(asking) != os.geteuid():
             raise PermissionError("another user has taken the name")
-        said = b""
-        while (part := asking.recv(_MOST_BYTES)) and len(said) < _MOST_BYTES:
-            said += part
-        return said
+        answer = b""
+        while (part := asking.recv(_MOST_BYTES)) and len(answer) < _MOST_BYTES:
+            answer += part
+        return answer
 
 
 @contextlib.contextmanager
@@ -181,8 +181,8 @@ def _prefix() -> str:
 
 def _user_of(peer: socket.socket) -> int:
     """Return the user id of the process at the other end."""
-    told = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    return int(_CREDENTIALS.unpack(told)[1])
+    ucred = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return int(_CREDENTIALS.unpack(ucred)[1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

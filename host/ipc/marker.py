@@ -1,7 +1,7 @@
-"""Shared record of the user's code that a process runs, readable after that process ends.
+"""Marker of the user's code that a process is running, readable after that process ends.
 
-The record is one page of shared memory behind a descriptor; only one process writes it. After
-`os._exit` in a user's code it is the only evidence of the cause.
+The marker is a page of shared memory behind a descriptor, written by one process. After `os._exit`
+in a user's code it is the only evidence of the cause.
 """
 
 import mmap
@@ -58,8 +58,8 @@ class Marker:
 
 
 def with_last_line(verdict: str, line: str) -> str:
-    """Return the verdict with the process's last printed line, where a library that ends the
-    process prints its reason. A line of our own log does not count."""
+    """Append the process's last printed line to the verdict: a library that ends the process prints
+    its reason there. Leave out a line of our own log."""
     if _OUR_LOG.match(line):
         return verdict
     room = MOST_REASON_BYTES - len(f"{verdict} (its last line: )".encode())

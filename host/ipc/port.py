@@ -58,7 +58,8 @@ _AND, _IF_GREATER = 0x54, 0x25
 
 
 def _drop_most_calls(one_of: int) -> tuple[_Instruction, ...]:
-    """Return a filter that passes one of so many attempts, and the packets of a passed attempt."""
+    """Return a filter that passes a random one in `one_of` connection attempts, and all other
+    packets."""
     return (
         (_LOAD_BYTE, 0, 0, _TCP_FLAGS),
         (_AND, 0, 0, _SYN_OR_ACK),
@@ -114,8 +115,8 @@ class Port:
                 offset += (length + 3) & ~3
 
     def refuse(self, networks: Collection[bytes], partly: Collection[bytes] = ()) -> None:
-        """Refuse new connections from these IPv4 addresses, or first eight bytes of IPv6 addresses;
-        from `partly`, of these, one in `ONE_OF` attempts is accepted. Raises OSError."""
+        """Refuse new connections from `networks`: IPv4 addresses, or the first eight bytes of IPv6
+        addresses. Of those also in `partly`, accept one attempt in `ONE_OF`. Raises OSError."""
         program = _program(networks, partly)
         for descriptor in self._families:
             with _lent(descriptor) as listening:
@@ -125,23 +126,24 @@ class Port:
                     let_all_in(listening)
 
     def close(self, peers: Collection[Peer]) -> None:
-        """Close the connections of these peers; their owner finds them ended."""
+        """Shut down the connections to these peers; the code that reads them sees their end."""
         for descriptor in _open_files():
             with contextlib.suppress(OSError):  # another kind of file, or closed meanwhile
-                # A copy: the owner may close its own amid this, and another file take its number.
+                # A duplicate: the owner may close its descriptor now, and the number be reused.
                 copy = os.dup(descriptor)
                 try:
-                    with _lent(copy) as one:
-                        if self._peer_of(one) in peers:
-                            one.shutdown(socket.SHUT_RDWR)
+                    with _lent(copy) as connection:
+                        if self._peer_of(connection) in peers:
+                            connection.shutdown(socket.SHUT_RDWR)
                 finally:
                     os.close(copy)
 
-    def _peer_of(self, one: socket.socket) -> Peer | None:
-        """Return the peer of a connection to the port; None: it is none. Raises OSError."""
-        if one.family not in _FAMILIES or one.getsockname()[1] != self._port:
+    def _peer_of(self, connection: socket.socket) -> Peer | None:
+        """Return the peer of a connection to the port; None for any other socket. Raises
+        OSError."""
+        if connection.family not in _FAMILIES or connection.getsockname()[1] != self._port:
             return None
-        host, port, *_ = one.getpeername()
+        host, port, *_ = connection.getpeername()
         return packed(host), port
 
 
@@ -155,7 +157,7 @@ def favour(listening: socket.socket, hosts: Collection[str], one_of: int = ONE_O
 
 def let_all_in(listening: socket.socket) -> None:
     """Undo `favour`. May be repeated."""
-    with contextlib.suppress(FileNotFoundError):  # it has no filter
+    with contextlib.suppress(FileNotFoundError):  # there is no filter
         listening.setsockopt(socket.SOL_SOCKET, _DETACH_FILTER, 0)
 
 

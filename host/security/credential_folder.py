@@ -4,9 +4,9 @@
   DIR/ca.crt       the cluster's authority; never replaced
   DIR/client.crt   replaced only by a certificate of the same role and name
 
-So a process that is given the wrong folder destroys nothing there. If two processes are given one
-folder at the same time, the kernel lets one succeed. Each puts a file into an empty place by a
-link, or makes it there. Loads the cryptography library. Must not know masters or tokens.
+So a process that is given the wrong folder destroys nothing there. If two processes are given an
+empty folder at the same time, one succeeds: files are put in place by a link or an exclusive
+creation. Loads the cryptography library. Must not know masters or tokens.
 """
 
 import contextlib

@@ -52,7 +52,7 @@ class Credentials:
     key: bytes
 
     def __repr__(self) -> str:
-        return "Credentials(...)"  # the key must not come into logs
+        return "Credentials(...)"  # keep the key out of logs
 
 
 def read_credentials(folder: Path) -> Credentials:
@@ -122,8 +122,7 @@ def check_writable(path: Path) -> None:
 
 def create_private(path: Path, content: bytes) -> bool:
     """Create the file for its owner alone, unless it exists, and return whether it was created.
-    Raises OSError. Without hard links it is written in place: a part that stays is refused by all
-    readers."""
+    Raises OSError. Without hard links it is written in place; readers refuse an unfinished one."""
     with _finished(path, content) as finished:
         try:
             os.link(finished, path)

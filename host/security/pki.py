@@ -37,7 +37,7 @@ from oobleck.host.security.credentials import (
 
 _SCHEME = "oobleck://"
 _AUTHORITY_LIFE = timedelta(days=3650)
-#: Tolerated difference of clocks: certificates that other hosts check are backdated by it.
+#: Tolerated clock skew: certificates that other hosts check are backdated by it.
 _SKEW = timedelta(hours=1)
 #: The same on the host that signed: TLS looks at a clock that is some milliseconds behind.
 _TICK = timedelta(seconds=1)

@@ -14,7 +14,7 @@ from oobleck.host.security import pki
 from oobleck.host.security.credentials import Credentials
 
 DAY_S = 86_400.0
-#: Remaining life below which people are warned; a short life is half over before.
+#: Remaining life below which people are warned; for a short life it is half of that.
 SOON_S = 14 * DAY_S
 _SHORT_PART = 1 / 2
 #: Word of gRPC's error where the master's certificate is of an authority that is not trusted here.
@@ -25,58 +25,61 @@ _CLOCK = "if that is wrong, set this host's clock (timedatectl set-ntp true, or 
 def fault(credentials: Credentials, now: float) -> str:
     """Return why no master can accept the credentials, with the fix; empty: no reason is known."""
     authority, certificate = credentials.authority, credentials.certificate
-    if told := authority_fault(authority, now):
-        return told
+    if problem := authority_fault(authority, now):
+        return problem
     try:
-        who = pki.identity_of(certificate)
+        holder = pki.identity_of(certificate)
     except ValueError as error:
         return f"{error}; name the folder of credentials that 'oobleck pki' made"
-    if told := _outside(certificate, now):
-        return f"{_name(who)} {told}; {_new_one(who) if now > pki.begin(certificate) else _CLOCK}"
+    if period := _outside(certificate, now):
+        fix = _new_one(holder) if now > pki.begin(certificate) else _CLOCK
+        return f"{_name(holder)} {period}; {fix}"
     if not _is_signed(certificate, authority):
-        return f"{_name(who)} is not of {_cluster(authority)}, as ca.crt beside it; {_new_one(who)}"
+        cluster = _cluster(authority)
+        return f"{_name(holder)} is not of {cluster}, as ca.crt beside it; {_new_one(holder)}"
     return ""
 
 
 def refusal(credentials: Credentials, details: str, now: float) -> str:
     """Return why master and caller do not accept each other's certificates, with the fix; empty:
     that is not known. `details`: gRPC's."""
-    if told := fault(credentials, now):
-        return told
+    if problem := fault(credentials, now):
+        return problem
     if _NOT_TRUSTED not in details:
         return ""
-    who = pki.identity_of(credentials.certificate)
+    holder = pki.identity_of(credentials.certificate)
+    cluster = _cluster(credentials.authority)
     return (
-        f"{_name(who)} is of {_cluster(credentials.authority)}, and the master there is of another "
-        f"cluster; name the folder of credentials of its cluster, or {_new_one(who)}"
+        f"{_name(holder)} is of {cluster}, and the master there is of another "
+        f"cluster; name the folder of credentials of its cluster, or {_new_one(holder)}"
     )
 
 
 def authority_fault(pem: bytes, now: float) -> str:
     """Return why the authority signs nothing valid now, with the fix; empty: it does."""
-    if not (told := _outside(pem, now)):
+    if not (period := _outside(pem, now)):
         return ""
     fix = f"{_NEW_CLUSTER}; {_CLOCK}" if now > pki.begin(pem) else _CLOCK
-    return f"the authority of {_cluster(pem)} {told}; {fix}"
+    return f"the authority of {_cluster(pem)} {period}; {fix}"
 
 
 def warning(credentials: Credentials, now: float) -> str:
     """Return that the certificate or its authority ends soon, with the fix; empty: neither does."""
-    if told := authority_warning(credentials.authority, now):
-        return told
-    if fault(credentials, now) or not (told := _soon(credentials.certificate, now)):
+    if period := authority_warning(credentials.authority, now):
+        return period
+    if fault(credentials, now) or not (period := _soon(credentials.certificate, now)):
         return ""
-    who = pki.identity_of(credentials.certificate)
+    holder = pki.identity_of(credentials.certificate)
     fix = "renew it with 'oobleck pki renew'"
-    if who.role == "agent":
+    if holder.role == "agent":
         fix = "its agent renews it within an hour once a master answers"
-    return f"{_name(who)} {told}; {fix}"
+    return f"{_name(holder)} {period}; {fix}"
 
 
 def authority_warning(pem: bytes, now: float) -> str:
     """Return that the authority ends soon, with the fix; empty: it does not."""
-    told = _soon(pem, now)
-    return f"the authority of {_cluster(pem)} {told}; {_NEW_CLUSTER}" if told else ""
+    period = _soon(pem, now)
+    return f"the authority of {_cluster(pem)} {period}; {_NEW_CLUSTER}" if period else ""
 
 
 _NEW_CLUSTER = (
@@ -111,10 +114,14 @@ def _is_signed(certificate: bytes, authority: bytes) -> bool:
     return True
 
 
-def _name(who: pki.Identity) -> str:
-    if who.token:
-        return f"the join token for {f'{who.role} {who.name}' if who.name else f'any {who.role}'}"
-    return f"the certificate of {who.role} {who.name}"
+def _name(holder: pki.Identity) -> str:
+    if holder.token:
+        return (
+            f"the join token for {holder.role} {holder.name}"
+            if holder.name
+            else (f"the join token for any {holder.role}")
+        )
+    return f"the certificate of {holder.role} {holder.name}"
 
 
 def _cluster(authority: bytes) -> str:
@@ -123,14 +130,14 @@ def _cluster(authority: bytes) -> str:
     return f"cluster {named.rpartition(' ')[2] or 'without a name'}"
 
 
-def _new_one(who: pki.Identity) -> str:
-    if who.token:
+def _new_one(holder: pki.Identity) -> str:
+    if holder.token:
         return "make another with 'oobleck pki token'"
-    if who.role == "agent":
-        token = f"'oobleck pki token --name {who.name} --out FILE'"
+    if holder.role == "agent":
+        token = f"'oobleck pki token --name {holder.name} --out FILE'"
         return f"start its agent with --token-file and a new token, made by {token}"
-    join = f"'oobleck pki join {who.name}' with a token from an operator"
-    return f"get another by {join}, or by 'oobleck pki issue {who.name} --role {who.role}'"
+    join = f"'oobleck pki join {holder.name}' with a token from an operator"
+    return f"get another by {join}, or by 'oobleck pki issue {holder.name} --role {holder.role}'"
 
 
 def _moment(unix: float) -> str:

@@ -79,7 +79,7 @@ class LayerProblem(InvalidCheckpoint):
 
 
 class Damaged(LayerProblem):
-    """Error of a file that is not as it was written, as far as the reader here can tell."""
+    """Error of a file whose content differs from what was written."""
 
 
 class Unreadable(LayerProblem):
@@ -173,8 +173,8 @@ def verify_layer(folder: Folder, file: LayerFile) -> LayerProblem | None:
 
 
 def _unreadable(file: LayerFile, error: OSError) -> LayerProblem:
-    """Return the problem that the error means: Damaged for a missing or irregular file, which stays
-    so; else Unreadable, as storage may fail for a moment."""
+    """Convert an error of reading: Damaged for a missing or irregular file, which stays so, else
+    Unreadable, as storage may fail for a moment."""
     lasts = isinstance(error, FileNotFoundError | WrongFile)
     kind = Damaged if lasts else Unreadable
     return kind(file, error.strerror or str(error))
@@ -209,8 +209,8 @@ def prune(
 
 
 def _mark_of(here: Folder, name: str, now: float) -> Mark | None:
-    """Return the time and reason of setting a checkpoint aside; one with an invalid manifest is set
-    aside now. None if it is not set aside, or cannot be read, which may pass. Raises OSError."""
+    """Return a checkpoint's mark, if it has been set aside. Set one with an invalid manifest aside
+    now; return None for one that cannot be read, since that may pass. Raises OSError."""
     try:
         read_checkpoint(here, name)
     except (InvalidCheckpoint, WrongFile) as error:

@@ -1,8 +1,8 @@
 """Folder of files on this machine or anywhere that fsspec reaches, as checkpoints need it.
 
 A file appears when it is whole. On a local disk it is written under another name, synced and
-renamed. A remote service shows it when it is closed, so rely on a file only once another one exists
-that was written after it. Must not know the content of files.
+renamed. A remote service shows it when it is closed, and perhaps late: write a manifest last, and
+rely on a file only once its manifest exists. Must not know the content of files.
 """
 
 import contextlib

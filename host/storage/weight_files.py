@@ -111,8 +111,8 @@ def open_weights(directory: str) -> WeightFiles:
 
 
 def check_unchanged(read: Iterable[StoredTensor]) -> None:
-    """Raise WeightsError if a file has changed since it was opened. Call it once the data `read`
-    are copied: until then they may be a map of the file."""
+    """Raise WeightsError if a file has changed since it was opened. Call it after copying the
+    tensors `read`: until then their data may be a memory map of the file."""
     for path, stamp in sorted({(stored.path, stored.stamp) for stored in read}):
         try:
             now = _stamp(os.stat(path))

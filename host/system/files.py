@@ -66,8 +66,8 @@ def sync_directory(path: Path) -> None:
 
 
 def place_of(path: Path) -> str:
-    """Return an identity of this file or folder on this host. A copy has another one, and so has
-    one that is moved to another host. Raises OSError."""
+    """Return an identity of this file or folder on this host. A copy, also on another host, has a
+    different one. Raises OSError."""
     try:
         host = _MACHINE_ID.read_text().strip()
     except OSError:

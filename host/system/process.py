@@ -81,8 +81,8 @@ def end_signals() -> tuple[signal.Signals, ...]:
 
 
 def leave_ending_to_agent() -> None:
-    """Ignore SIGTERM, which the agent answers with a drain: Slurm sends it to all processes of a
-    step. No program that this process starts inherits that."""
+    """Ignore SIGTERM here: Slurm sends it to all processes of a step, and the agent alone answers,
+    with a drain. Programs that this process starts get the default action again."""
     signal.signal(signal.SIGTERM, lambda signum, frame: None)
     signal.siginterrupt(signal.SIGTERM, False)  # library calls continue
 
