@@ -57,12 +57,12 @@ class KillWorker(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class End(msgspec.Struct, frozen=True, kw_only=True):
-    """Action to end the agent, at the time for it."""
+    """Action to end the agent."""
 
     reason: str
 
 
-class AskWorker(msgspec.Struct, frozen=True, kw_only=True):
+class RequestHeartbeat(msgspec.Struct, frozen=True, kw_only=True):
     """Action to ask a worker for a heartbeat. `look`: the last question has no answer, so read the
     process's state from the kernel too."""
 
@@ -70,7 +70,7 @@ class AskWorker(msgspec.Struct, frozen=True, kw_only=True):
     look: bool
 
 
-class AskStacks(msgspec.Struct, frozen=True, kw_only=True):
+class WriteStacks(msgspec.Struct, frozen=True, kw_only=True):
     """Action to have a worker write its threads' stacks, before it is given up on."""
 
     incarnation: Incarnation
@@ -90,8 +90,8 @@ Action = (
     | KillWarm
     | ForkWorker
     | Send
-    | AskWorker
-    | AskStacks
+    | RequestHeartbeat
+    | WriteStacks
     | GiveUpWorker
     | KillWorker
     | End
@@ -118,7 +118,7 @@ class NotUnderstood(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Leave(msgspec.Struct, frozen=True, kw_only=True):
-    """Event: the agent is to end as soon as the node is drained, at the latest after the time."""
+    """Event: the agent is to end as soon as the node is drained, at the latest after `grace_s`."""
 
     grace_s: float
 
@@ -131,7 +131,7 @@ class SessionOver(msgspec.Struct, frozen=True, kw_only=True):
     """Event: the session has ended; no master hears the agent until the next one begins."""
 
 
-class DetectionTold(msgspec.Struct, frozen=True, kw_only=True):
+class DetectionReceived(msgspec.Struct, frozen=True, kw_only=True):
     """Event: the master has sent its time-outs."""
 
     detection: Detection
@@ -144,7 +144,7 @@ class GpusRead(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Paused(msgspec.Struct, frozen=True, kw_only=True):
-    """Event: this agent did not run for `seconds`; no process is blamed for its silence then."""
+    """Event: this agent did not run for `seconds`, which do not count as silence of workers."""
 
     seconds: float
 
@@ -164,7 +164,7 @@ class WarmExited(msgspec.Struct, frozen=True, kw_only=True):
     how: str = ""
 
 
-class ForkAsked(msgspec.Struct, frozen=True, kw_only=True):
+class ForkRequested(msgspec.Struct, frozen=True, kw_only=True):
     slot: int
     incarnation: Incarnation
     #: The job's code is fetched first.
@@ -182,20 +182,20 @@ class CodeFetched(msgspec.Struct, frozen=True, kw_only=True):
     incarnation: Incarnation
 
 
-class Asked(msgspec.Struct, frozen=True, kw_only=True):
+class HeartbeatRequested(msgspec.Struct, frozen=True, kw_only=True):
     """Event: a worker was asked for a heartbeat. `kernel`: its state according to the kernel."""
 
     incarnation: Incarnation
     kernel: str
 
 
-class WorkerSaid(msgspec.Struct, frozen=True, kw_only=True):
+class WorkerMessage(msgspec.Struct, frozen=True, kw_only=True):
     incarnation: Incarnation
     message: FromWorker
 
 
 class ChannelClosed(msgspec.Struct, frozen=True, kw_only=True):
-    """Event: the worker's end is closed, or sent something that makes no sense."""
+    """Event: the worker's channel is closed, by the worker or after an invalid message."""
 
     incarnation: Incarnation
 
@@ -211,11 +211,11 @@ WorkerEvent = (
     WorkerForked
     | CodeFetched
     | Send
-    | Asked
-    | AskStacks
+    | HeartbeatRequested
+    | WriteStacks
     | KillWorker
     | GiveUpWorker
-    | WorkerSaid
+    | WorkerMessage
     | ChannelClosed
     | WorkerExited
 )
@@ -225,7 +225,7 @@ Event = (
     | NotUnderstood
     | SessionBegan
     | SessionOver
-    | DetectionTold
+    | DetectionReceived
     | Leave
     | GpusRead
     | Paused
@@ -234,6 +234,6 @@ Event = (
     | WarmReady
     | KillWarm
     | WarmExited
-    | ForkAsked
+    | ForkRequested
     | WorkerEvent
 )

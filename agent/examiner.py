@@ -24,8 +24,8 @@ logger = logging.getLogger(__name__)
 
 #: Orders that wait; a master has one examination at a time, and few orders of it.
 _MOST_WAITING = 16
-#: Prefixes of variables that say how NCCL and Gloo communicate.
-_TOLD = ("NCCL_", "GLOO_", "TORCH_NCCL_", "CUDA_")
+#: Prefixes of the variables to report: they set how NCCL and Gloo communicate.
+_REPORTED = ("NCCL_", "GLOO_", "TORCH_NCCL_", "CUDA_")
 #: Links of a worker that a cluster of a few dozen nodes has.
 _LINKS_EACH = 64
 
@@ -97,6 +97,8 @@ class Examiner:
             places=tuple(own),
             credentials=str(self._credentials or ""),
             variables={
-                name: value for name, value in config.environment.items() if name.startswith(_TOLD)
+                name: value
+                for name, value in config.environment.items()
+                if name.startswith(_REPORTED)
             },
         )

@@ -56,7 +56,7 @@ def find(
         check_unused(used)
     gpus = tuple(msgspec.structs.replace(gpu, cpus=near_cpus(gpu.bus)) for gpu in used)
     allowed = os.sched_getaffinity(0)
-    # Where others compute, their memory is in what was measured.
+    # On shared GPUs the measured bytes include those of other processes.
     measured = 0 if shared else report.context_bytes
     return msgspec.structs.replace(
         report, gpus=with_room(gpus, workers, allowed), context_bytes=worker_context_bytes(measured)
@@ -67,12 +67,12 @@ def with_room(gpus: Sequence[Gpu], workers: int, allowed: Collection[int]) -> tu
     """Return the GPUs with only those CPUs that the agent may use. A GPU whose CPUs are too few for
     all the workers that would share them gets none: its workers run on any CPU."""
     near = [{*gpu.cpus} & {*allowed} for gpu in gpus]
-    told = []
+    with_cpus = []
     for gpu, cpus in zip(gpus, near, strict=True):
         sharers = sum(bool(near[slot % len(near)] & cpus) for slot in range(workers))
         enough = len(cpus) >= _CPUS_PER_WORKER * sharers
-        told.append(msgspec.structs.replace(gpu, cpus=tuple(sorted(cpus)) if enough else ()))
-    return tuple(told)
+        with_cpus.append(msgspec.structs.replace(gpu, cpus=tuple(sorted(cpus)) if enough else ()))
+    return tuple(with_cpus)
 
 
 def versions(report: GpuReport) -> Versions:
@@ -101,8 +101,8 @@ async def watch(
     tell: Callable[[Sample], None],
     command: Sequence[str] = (),
 ) -> None:
-    """Report each sample, and why no more come. Return when cancelled, or when this host can give
-    none. `command` prints samples; none: the reader of NVML."""
+    """Report each sample, and the reason when samples stop. Return when cancelled, or when this
+    host can give none. `command` prints samples; none: the reader of NVML."""
     command = command or [*with_parent(READER), str(_EVERY_S)]
     while True:
         try:
@@ -188,7 +188,7 @@ class GpuHealth:
                 self._samples.setdefault(board.bus, deque(maxlen=LOOK)).append(board)
         shown = {board.bus for board in sample.gpus}
         for bus in () if sample.problem else self._samples.keys() - shown:
-            # NVML may be read by another process than before, which cannot open it any more.
+            # After a restart the reader of NVML cannot open a board that was lost meanwhile.
             self._samples[bus].append(GpuSample(bus=bus, error="NVML does not show it any more"))
         for xid in sample.xids:
             if xid.bus and xid.bus not in self.places:
@@ -213,14 +213,14 @@ class GpuHealth:
         found = troubles(self.newest().values(), self._xids)
         return {trouble.bus for trouble in found if trouble.sick}
 
-    def told(self) -> tuple[str, str]:
-        """Return the reasons against training here, and the lesser troubles; empty: none."""
+    def summary(self) -> tuple[str, str]:
+        """Return why nothing should be trained here, and the lesser troubles; empty: none."""
         found = troubles(self.newest().values(), self._xids)
         sick = [str(trouble) for trouble in found if trouble.sick]
-        rest = [str(trouble) for trouble in found if not trouble.sick]
+        concerns = [str(trouble) for trouble in found if not trouble.sick]
         if self._problem:
-            rest.append(f"the health of the GPUs is not known: {self._problem}")
-        return _as_lines(sick), "; ".join(rest)[:_MOST]
+            concerns.append(f"the health of the GPUs is not known: {self._problem}")
+        return _as_lines(sick), "; ".join(concerns)[:_MOST]
 
     def hindrance(self, slot: int, own: Collection[int]) -> str:
         """Return what slows the worker of the slot, if anything. `own`: processes of the node's

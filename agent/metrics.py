@@ -156,7 +156,7 @@ FAMILIES = families_of(sys.modules[__name__])
 
 def read_workers(state: NodeState, node: NodeName, version: str) -> Iterator[Reading]:
     yield Reading(BUILD, {(node, version): 1})
-    yield single(HEARD, state.alone_since is None)
+    yield single(HEARD, state.no_session_since is None)
     yield single(LEAVING, state.leave_at is not None or state.shutting_down)
     yield single(SLOTS, state.slot_count)
     workers = {worker.slot: worker for worker in state.serving()}
@@ -164,15 +164,15 @@ def read_workers(state: NodeState, node: NodeName, version: str) -> Iterator[Rea
     yield Reading(UP, up)
     failed = {(str(n),): float(slot.failed is not None) for n, slot in enumerate(state.slots)}
     yield Reading(FAILED, failed)
-    there = workers.values()
-    yield Reading(GENERATION, {(str(worker.slot),): worker.entered for worker in there})
-    steps = {(str(w.slot),): w.committed_step for w in there if w.committed_step is not None}
+    running = workers.values()
+    yield Reading(GENERATION, {(str(worker.slot),): worker.entered for worker in running})
+    steps = {(str(w.slot),): w.committed_step for w in running if w.committed_step is not None}
     yield Reading(STEP, steps)
-    computed = {(str(w.slot),): w.compute.seconds for w in there if w.compute is not None}
+    computed = {(str(w.slot),): w.compute.seconds for w in running if w.compute is not None}
     yield Reading(COMPUTED, computed)
-    peaks = {(str(w.slot),): w.memory.peak_bytes for w in there if w.memory is not None}
+    peaks = {(str(w.slot),): w.memory.peak_bytes for w in running if w.memory is not None}
     yield Reading(PEAK, peaks)
-    yield from _processes(there)
+    yield from _processes(running)
 
 
 def _processes(workers: Iterable[WorkerState]) -> Iterator[Reading]:
@@ -214,11 +214,11 @@ def read_gpus(health: GpuHealth) -> Iterator[Reading]:
     yield Reading(READABLE, {(bus,): float(bus in known and health.watched) for bus in watched})
     sick = health.sick_places()
     yield Reading(SICK, {(bus,): float(bus in sick) for bus in boards})
-    # Values that change all the time mean nothing once they are old.
+    # Leave out volatile values that are no longer updated.
     live = known if health.watched else {}
     for family, number in _NUMBERS:
-        told = {bus: number(board) for bus, board in live.items()}
-        yield Reading(family, {(bus,): value for bus, value in told.items() if value is not None})
+        values = {bus: number(board) for bus, board in live.items()}
+        yield Reading(family, {(bus,): value for bus, value in values.items() if value is not None})
     held = {
         (bus, reason): float(bool(board.clock_reasons & bits))
         for bus, board in live.items()
@@ -241,8 +241,8 @@ def _hertz(mhz: int | None) -> float | None:
 
 
 def _any(*flags: bool | None) -> float | None:
-    told = [flag for flag in flags if flag is not None]
-    return float(any(told)) if told else None
+    known = [flag for flag in flags if flag is not None]
+    return float(any(known)) if known else None
 
 
 def read_slowly() -> Iterator[Reading]:

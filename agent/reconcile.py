@@ -5,15 +5,16 @@ Pure and level-triggered: an action whose effect has been noted (as an event) is
 Hung workers are found here too, by the answers of a thread of their own to the agent's questions
 (`Alive`). A worker that waits for others is not blamed: the agent of the hung one finds it.
 
-1. A process that does not answer is stopped, or all of it hangs.
-2. A training thread that is busy with one thing for too long, and does not wait for another
-   process, hangs. The limit follows from the steps that this node has seen, and is longer for files
-   and for a process's first step.
-3. A worker that has been ordered to leave its generation has no reason to wait for another one.
+1. A process that does not answer is stopped, or hangs as a whole.
+2. A training thread that does one thing for too long without waiting for another process hangs. The
+   limit follows from the steps that this node has seen, and is longer for files and for a process's
+   first step.
+3. A worker that was ordered to leave its generation, and does not, hangs even if it waits for
+   others.
 
-A worker that hangs is killed. If it alone has a part of the model, its limit is at least the job's
-own (`fruitless_s`): a stopped process may resume. Times are arguments; an agent that was paused
-itself has moved all of them on (`Paused`).
+A worker that hangs is killed. The limit for one that alone has a part of the model is at least the
+job's own (`fruitless_s`), since a stopped process may resume. After a pause of the agent itself all
+start times are moved on (`Paused`).
 """
 
 from collections.abc import Iterator
@@ -72,7 +73,7 @@ def worst_doubt(state: NodeState, worker: WorkerState) -> Doubt | None:
 
 def _doubts(state: NodeState, worker: WorkerState) -> Iterator[Doubt]:
     if not worker.card or worker.heard_at is None:
-        return  # its start-up has a limit of its own
+        return  # READY_TIMEOUT_S limits the start-up
     detection, usual_s = state.detection, max(state.step_seconds, default=0.0)
     least_s = detection.fruitless_s if _is_irreplaceable(state, worker) else 0.0
     limit_s = detection.storage_s if worker.kernel == IN_KERNEL else detection.hang_s
@@ -84,9 +85,9 @@ def _doubts(state: NodeState, worker: WorkerState) -> Iterator[Doubt]:
     limit_s = max(_limit_s(detection, worker, usual_s), least_s)
     if not alive.waiting:
         yield _doubt(worker.moved_at, limit_s, f"its training thread hangs ({alive.doing})")
-    if worker.told_at is not None:
+    if worker.abort_sent_at is not None:
         what = f"did not leave its generation when it was told to ({alive.doing})"
-        yield _doubt(worker.told_at, limit_s, what)
+        yield _doubt(worker.abort_sent_at, limit_s, what)
 
 
 def _doubt(since: float, limit_s: float, what: str) -> Doubt:
@@ -104,14 +105,14 @@ def _is_irreplaceable(state: NodeState, worker: WorkerState) -> bool:
     """Return whether training would end with this worker, whose layers nobody else has."""
     desired = state.desired
     if worker.entered == NO_GENERATION:
-        return False  # it has nothing yet
+        return False  # it holds no layers yet
     if desired.assign is None or desired.job is None or desired.job.checkpoint is not None:
         return False
-    return _alone_has(desired.assign.plan, WorkerId(state.node, worker.slot))
+    return _is_only_holder(desired.assign.plan, WorkerId(state.node, worker.slot))
 
 
 @lru_cache(maxsize=64)
-def _alone_has(plan: Plan, worker: WorkerId) -> bool:
+def _is_only_holder(plan: Plan, worker: WorkerId) -> bool:
     others = {member: held for member, held in plan.shards.items() if member != worker}
     try:
         require_holders(others, plan.layer_count)
@@ -122,7 +123,7 @@ def _alone_has(plan: Plan, worker: WorkerId) -> bool:
 
 def _limit_s(detection: Detection, worker: WorkerState, usual_s: float) -> float:
     """Return how long the training thread may be busy with one thing."""
-    assert worker.alive is not None, "asked once it has said what that is"
+    assert worker.alive is not None, "only called after its first heartbeat"
     limit_s = patience_s(detection.hang_s, usual_s)
     if worker.alive.files:
         limit_s = max(limit_s, detection.storage_s)
@@ -185,20 +186,20 @@ def _fork(state: NodeState, agenda: Agenda) -> None:
 
 
 def _leave(state: NodeState, agenda: Agenda) -> None:
-    """End the agent, once asked to, when its work has moved off, or can or need not any more."""
+    """End an agent that was asked to, once its work has moved to other nodes, or cannot."""
     if state.leave_at is None or state.leave_by is None:
         return
-    alone_since = state.alone_since
+    no_session_since = state.no_session_since
     if state.desired.drained and state.desired.job_id is None:
         agenda.add(events.End(reason="the node is drained"))
-    elif alone_since is None:
+    elif no_session_since is None:
         agenda.add(events.End(reason="the time for the drain is over"), state.leave_by)
     elif not state.has_heirs():
         reason = "no master is there, and no other node that trains with this one"
         agenda.add(events.End(reason=reason))
     else:
         answer_s = state.detection.answer_s
-        due = min(max(state.leave_at, alone_since) + answer_s, state.leave_by)
+        due = min(max(state.leave_at, no_session_since) + answer_s, state.leave_by)
         reason = f"no master has been there for {answer_s:g} s to move the work"
         agenda.add(events.End(reason=reason), due)
 
@@ -241,12 +242,12 @@ def _worker(state: NodeState, worker: WorkerState, agenda: Agenda) -> None:
             agenda.add(kill, since + grace_s)
     if worker.stop_sent_at is not None:
         return
-    _look_after(state, worker, agenda)
-    if (reason := _why_stop(state, worker)) is not None:
+    _check_liveness(state, worker, agenda)
+    if (reason := _stop_reason(state, worker)) is not None:
         agenda.add(events.Send(incarnation=worker.incarnation, message=Stop(reason=reason)))
         return
     assign, wish, number = state.desired.assign, state.desired.measure, state.desired.save
-    if assign is not None and _counts_on(state, assign, worker):
+    if assign is not None and _is_to_be_sent(state, assign, worker):
         agenda.add(events.Send(incarnation=worker.incarnation, message=assign))
     if wish is not None and wish.alone:
         _measure_alone(state, wish, worker, agenda)
@@ -254,17 +255,17 @@ def _worker(state: NodeState, worker: WorkerState, agenda: Agenda) -> None:
         agenda.add(events.Send(incarnation=worker.incarnation, message=wish))
     if worker.sent > NO_GENERATION and worker.closed_at is None and worker.save_sent < number:
         agenda.add(events.Send(incarnation=worker.incarnation, message=Save(number=number)))
-    known = state.acknowledged
+    acknowledged = state.acknowledged
     up = worker.card and worker.closed_at is None
-    if known is not None and up and worker.acknowledged != known:
-        agenda.add(events.Send(incarnation=worker.incarnation, message=known))
+    if acknowledged is not None and up and worker.acknowledged != acknowledged:
+        agenda.add(events.Send(incarnation=worker.incarnation, message=acknowledged))
 
 
 def _ready_s(job: JobSpec | None) -> float:
     return COMPILED_TIMEOUT_S if job is not None and job.training.compile else READY_TIMEOUT_S
 
 
-def _look_after(state: NodeState, worker: WorkerState, agenda: Agenda) -> None:
+def _check_liveness(state: NodeState, worker: WorkerState, agenda: Agenda) -> None:
     if not worker.card or worker.closed_at is not None or worker.failed_at is not None:
         return
     if (doubt := worst_doubt(state, worker)) is not None:
@@ -273,15 +274,15 @@ def _look_after(state: NodeState, worker: WorkerState, agenda: Agenda) -> None:
         )
         agenda.add(give_up, doubt.due)
         if worker.stacks_since != doubt.since:
-            stacks = events.AskStacks(incarnation=worker.incarnation, since=doubt.since)
+            stacks = events.WriteStacks(incarnation=worker.incarnation, since=doubt.since)
             agenda.add(stacks, doubt.stacks_due)
     asked_at, heard_at = worker.asked_alive_at, worker.heard_at
     look = asked_at is not None and heard_at is not None and heard_at < asked_at
     due = None if asked_at is None else asked_at + state.detection.heartbeat_s
-    agenda.add(events.AskWorker(incarnation=worker.incarnation, look=look), due)
+    agenda.add(events.RequestHeartbeat(incarnation=worker.incarnation, look=look), due)
 
 
-def _why_stop(state: NodeState, worker: WorkerState) -> str | None:
+def _stop_reason(state: NodeState, worker: WorkerState) -> str | None:
     if state.shutting_down:
         return "the agent ends"
     if state.desired.job_id is None:
@@ -291,10 +292,10 @@ def _why_stop(state: NodeState, worker: WorkerState) -> str | None:
     return None
 
 
-def _counts_on(state: NodeState, assign: Assign, worker: WorkerState) -> bool:
-    """Return whether the plan is for exactly this process, and neither it nor a newer one was sent.
-    A process that reads other data is left out by the master, or all would fail in their
-    rendezvous."""
+def _is_to_be_sent(state: NodeState, assign: Assign, worker: WorkerState) -> bool:
+    """Return whether the plan has exactly this process, which was sent neither it nor a newer one.
+    Do not send it to a process with other data: its rendezvous would fail for all, and the master
+    leaves that process out of the next plan."""
     incarnations = state.desired.worker_incarnations
     return (
         worker.closed_at is None
@@ -308,8 +309,8 @@ def _counts_on(state: NodeState, assign: Assign, worker: WorkerState) -> bool:
 
 
 def _measure_alone(state: NodeState, wish: Measure, worker: WorkerState, agenda: Agenda) -> None:
-    """Ask a stand-by worker to measure now and then. The first time is not at once, since training
-    has measured it until now."""
+    """Ask a stand-by worker to measure every `stand_by_s`. The first time is that long after it
+    began to stand by, since training has measured it until then."""
     since, asked_at = state.standing_by_since, worker.measure_sent_at
     if since is None or worker.closed_at is not None or not worker.card:
         return

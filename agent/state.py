@@ -1,4 +1,4 @@
-"""State of a node: the agent's observed processes, the master's wishes, and how events change both.
+"""State of a node: the processes that the agent observes, and what the master wants of them.
 
 `NodeState` has one owner, the supervisor, which applies events to it in the order they arrive.
 `oobleck.agent.reconcile` decides from it. Must not know sockets, processes, gRPC or the clock: the
@@ -103,7 +103,7 @@ class NodeState:
     #: The master's time-outs; until it sends them, those that most masters have.
     detection: Detection = field(default_factory=Detection)
     #: When the last session ended; None: a master hears this agent.
-    alone_since: float | None = 0.0
+    no_session_since: float | None = 0.0
     #: When the agent was asked to end, and its deadline; None: it was not asked.
     leave_at: float | None = None
     leave_by: float | None = None
@@ -137,7 +137,7 @@ class NodeState:
         return next(failures, "")
 
     def has_heirs(self) -> bool:
-        """Return whether other nodes train with the workers here, and could take over."""
+        """Return whether other nodes train with the workers here, and could take their work."""
         assign = self.desired.assign
         others = {*assign.plan.nodes} - {self.node} if assign is not None else set()
         return bool(self.workers) and bool(others)
@@ -148,8 +148,8 @@ class NodeState:
             return []
         everyone = self.workers.values()
         job_id = self.desired.job_id
-        here = [w for w in everyone if w.job_id == job_id and w.stop_sent_at is None]
-        return sorted(here, key=lambda worker: worker.slot)
+        serving = [w for w in everyone if w.job_id == job_id and w.stop_sent_at is None]
+        return sorted(serving, key=lambda worker: worker.slot)
 
     def faults_for(self, slot: int) -> tuple[FaultRule, ...]:
         """Return the scripted faults for the next worker of `slot`. A replacement gets none: it
@@ -160,7 +160,7 @@ class NodeState:
         return tuple(rule for rule in self.faults if rule.worker == mine)
 
     def apply(self, event: events.Event, now: float) -> None:
-        """Take note of `event`; events about processes that are gone change nothing."""
+        """Apply `event`; ignore one about a process that is gone."""
         match event:
             case events.Assigned(desired=desired):
                 self._assign(desired, now)
@@ -171,14 +171,14 @@ class NodeState:
             case events.NotUnderstood(reason=reason):
                 self.not_understood = reason
             case events.SessionBegan():
-                self.alone_since = None
+                self.no_session_since = None
             case events.SessionOver():
-                self.alone_since = now
-            case events.DetectionTold(detection=detection):
+                self.no_session_since = now
+            case events.DetectionReceived(detection=detection):
                 self.detection = detection
             case events.Leave(grace_s=grace_s):
                 self.leave_at = now
-                # Without work, only the master's answer is awaited.
+                # Without workers there is only the master's answer to wait for.
                 self.leave_by = now + (grace_s if self.workers else min(grace_s, IDLE_GRACE_S))
             case events.GpusRead(sample=sample):
                 self.health.take(sample)
@@ -198,7 +198,7 @@ class NodeState:
                     self.warm.budget.ended(started_at=self.warm.started_at, now=now)
                 failed = 0 if self.warm.ready else self.warm.failed_starts + 1
                 self.warm = WarmState(budget=self.warm.budget, failed_starts=failed, last_end=how)
-            case events.ForkAsked(slot=slot, incarnation=incarnation, fetches=fetches):
+            case events.ForkRequested(slot=slot, incarnation=incarnation, fetches=fetches):
                 assert self.desired.job_id is not None
                 self.slots[slot].launches += 1
                 self.workers[incarnation] = WorkerState(
@@ -227,17 +227,17 @@ class NodeState:
     def _about_worker(self, worker: WorkerState, event: events.WorkerEvent, now: float) -> None:
         slot, current = self.slots[worker.slot], self.desired.job_id == worker.job_id
         match event:
-            case events.WorkerSaid(message=Committed(record=record)):
+            case events.WorkerMessage(message=Committed(record=record)):
                 slot.ends.clear()
-                # A process's first step says nothing of the others.
+                # A process's first step is longer than the others.
                 if worker.stepped and record.step > self.timed_step:
                     self.timed_step = record.step
                     self.step_seconds.append(record.step_seconds)
-            case events.WorkerSaid(message=Ready()) if current:
+            case events.WorkerMessage(message=Ready()) if current:
                 slot.passed = True
-            case events.WorkerSaid(message=Failed(kind="user" | "node")) if current:
+            case events.WorkerMessage(message=Failed(kind="user" | "node")) if current:
                 slot.failed = worker
-            case events.WorkerSaid(message=Failed(kind="internal")) if current:
+            case events.WorkerMessage(message=Failed(kind="internal")) if current:
                 slot.replaced = True
             case events.WorkerExited(end=end):
                 del self.workers[worker.incarnation]
@@ -246,5 +246,5 @@ class NodeState:
                     if end is not None:
                         slot.ends.append((worker, end))
             case _:
-                pass  # of nothing but the worker
+                pass  # changes only the worker
         worker.note(event, now)

@@ -18,7 +18,7 @@ from oobleck.agent.config import AgentConfig
 from oobleck.agent.connection.outbox import HOLD_S, Outbox
 from oobleck.agent.connection.reports import records_hold_s, report_of, standing_reports, status_of
 from oobleck.agent.gpus import GpuHealth
-from oobleck.agent.processes.children import How, WarmProcess, WorkerProcess
+from oobleck.agent.processes.children import ExitStatus, WarmProcess, WorkerProcess
 from oobleck.agent.processes.pool import ProcessPool, StartWarmProcess, StartWorker
 from oobleck.agent.reconcile import decide
 from oobleck.agent.state import NodeState
@@ -48,15 +48,14 @@ from oobleck.proto import types
 
 logger = logging.getLogger(__name__)
 
-#: Time for the channel of a dead worker to close. It closes at once, unless a child of the worker
-#: holds it open.
-LAST_WORDS_S = 0.2
-#: Time for the channel of a worker whose memory is still being freed. It is open until then, and
-#: all messages are there.
-SAID_S = 0.01
+#: Longest wait for a dead worker's channel to close, which children of the worker may hold open.
+CLOSE_S = 0.2
+#: The same for an exiting worker. Its channel stays open until its memory is freed, but has all
+#: messages already.
+EXITING_CLOSE_S = 0.01
 
 
-def _how(returncode: int | None) -> str:
+def _described_end(returncode: int | None) -> str:
     if returncode is None:
         return "could not be started"
     return f"was killed by {signal_name(-returncode)}" if returncode < 0 else f"exit {returncode}"
@@ -80,7 +79,7 @@ class Supervisor:
         self._config = config
         #: Queue of all messages to the master.
         self._outbox = outbox
-        #: Time that records are held back, and the plan that says so: every event asks.
+        #: How long records are held back, cached, and the plan that this follows from.
         self._held_for: Assign | None = None
         self._hold_s = HOLD_S
         self._now = environment.now
@@ -105,7 +104,7 @@ class Supervisor:
         self._timer: asyncio.TimerHandle | None = None
         #: Set once every process has ended.
         self._done = asyncio.Event()
-        #: True from then on, or once `run` was cancelled.
+        #: True once `_done` was set or `run` cancelled: nothing is started any more.
         self._is_over = False
 
     async def run(self) -> None:
@@ -126,7 +125,7 @@ class Supervisor:
     def is_ready(self) -> bool:
         """True if a session with a master is open and the agent was not told to end."""
         state = self._state
-        return state.alone_since is None and state.leave_at is None and not state.shutting_down
+        return state.no_session_since is None and state.leave_at is None and not state.shutting_down
 
     def metrics(self) -> Iterator[Reading]:
         """Read the metrics of this agent, its workers and their GPUs."""
@@ -141,13 +140,13 @@ class Supervisor:
         """Note the address by which others reach this node's workers."""
         self._pool.address = address
 
-    def heard(self, by_master: bool) -> None:
+    def session_open(self, is_open: bool) -> None:
         """Note whether a session with a master is open."""
-        self._handle(events.SessionBegan() if by_master else events.SessionOver())
+        self._handle(events.SessionBegan() if is_open else events.SessionOver())
 
     def detect(self, detection: Detection) -> None:
         """Adopt the master's time-outs."""
-        self._handle(events.DetectionTold(detection=detection))
+        self._handle(events.DetectionReceived(detection=detection))
 
     def assigned(self, desired: types.Assignment) -> None:
         """Handle an assignment from the master."""
@@ -178,14 +177,14 @@ class Supervisor:
 
     def acknowledged(self, job_id: JobId, step: int, evaluation: int) -> None:
         """Note which of the job's records the master has on its disk."""
-        told = Acknowledged(step=step, evaluation=evaluation)
-        self._handle(events.RecordsStored(job_id=job_id, acknowledged=told))
+        acknowledged = Acknowledged(step=step, evaluation=evaluation)
+        self._handle(events.RecordsStored(job_id=job_id, acknowledged=acknowledged))
 
     def leave(self) -> None:
-        """End once the node is drained; told again, at once."""
+        """End once the node is drained; at a second call, at once."""
         if self._state.leave_by is not None:
             return self.shut_down()
-        logger.info("told to end; the work is to move off first")
+        logger.info("ending once the node is drained")
         return self._handle(events.Leave(grace_s=self._config.drain_grace_s))
 
     def shut_down(self) -> None:
@@ -200,10 +199,10 @@ class Supervisor:
 
     def gpus_read(self, sample: Sample) -> None:
         """Handle a sample of this host's GPUs, and log a change of their health."""
-        before = self._state.health.told()
+        before = self._state.health.summary()
         self._handle(events.GpusRead(sample=sample))
-        if (told := self._state.health.told()) != before:
-            sick, concern = told
+        if (after := self._state.health.summary()) != before:
+            sick, concern = after
             fields = {"sick": sick or None, "concern": concern or None}
             logger.log(logging.ERROR if sick else logging.WARNING, "health of GPUs", extra=fields)
 
@@ -213,15 +212,14 @@ class Supervisor:
         self._handle(events.WarmReady())
 
     def warm_exited(self, returncode: int | None, last_line: str) -> None:
-        # The kernel kills the workers with the warm process, and nobody is left to tell how they
-        # ended.
+        # The kernel kills the workers with the warm process, which alone could report their exits.
         self._pool.warm_has_ended()
         for process in list(self._pool.processes.values()):
             process.kill()
-            self._bury(process, None, signal.SIGKILL, wait_s=LAST_WORDS_S)
+            self._bury(process, None, signal.SIGKILL, wait_s=CLOSE_S)
         if not self._state.shutting_down:
             logger.warning("warm process ended", extra={"returncode": returncode})
-        how = _how(returncode) + (f": {last_line}" if last_line else "")
+        how = _described_end(returncode) + (f": {last_line}" if last_line else "")
         self._handle(events.WarmExited(how=how))
 
     def forked(self, incarnation: Incarnation, pid: int) -> None:
@@ -230,43 +228,43 @@ class Supervisor:
             self._handle(events.WorkerForked(incarnation=incarnation, pid=pid))
 
     def fork_failed(self, incarnation: Incarnation, reason: str) -> None:
-        """Handle a failed fork: no process, so no exit; the slot's budget spaces the retries."""
+        """Handle a failed fork, after which no exit follows. The slot's budget delays retries."""
         process = self._pool.processes.get(incarnation)
         if process is None or process.buried:
             return
         process.buried = True
-        process.gone()
+        process.release()
         del self._pool.processes[incarnation]
         self._handle(events.WorkerExited(incarnation=incarnation))
         wait_s = max(0.0, self._state.slots[process.slot].budget.not_before - self._now())
         extra = {"worker": process.worker, "reason": reason, "next_start_in_s": round(wait_s, 1)}
         logger.warning("fork failed", extra=extra)
 
-    def said(self, incarnation: Incarnation, message: FromWorker) -> None:
+    def received(self, incarnation: Incarnation, message: FromWorker) -> None:
         worker = self._state.workers.get(incarnation)
         if worker is None:
             return
         match message:
             case Committed(record=record, compute=compute):
-                begins = worker.compute is not None or worker.stepped < record.generation
-                if compute is not None and not compute.makes_sense and begins:
-                    told = f"{compute.seconds} s in {compute.steps} steps"
-                    extra = {"worker": self._name(worker.slot), "told": told}
-                    logger.error("ignored: how long a worker says that it computes", extra=extra)
+                is_first = worker.compute is not None or worker.stepped < record.generation
+                if compute is not None and not compute.makes_sense and is_first:
+                    reported = f"{compute.seconds} s in {compute.steps} steps"
+                    extra = {"worker": self._name(worker.slot), "reported": reported}
+                    logger.error("implausible compute time of a worker ignored", extra=extra)
                 self._outbox.record(worker.job_id, record, self._now())
             case Handed(generation=generation, records=records):
-                self._outbox.handed(worker.job_id, records, generation, self._now())
+                self._outbox.restored(worker.job_id, records, generation, self._now())
             case Recorded(recording=recording):
                 self._outbox.recorded(worker.job_id, worker.slot, recording)
             case Ready() | Alive() | Finished():
-                pass  # the status tells of it
+                pass  # the node's status has it
             case _:
                 if isinstance(message, Failed):
                     name = self._name(worker.slot)
                     fields = {"worker": name, "kind": message.kind, "reason": message.message}
                     logger.error("worker failed", extra=fields)
                 self._outbox.report(report_of(worker, message), self._now())
-        self._handle(events.WorkerSaid(incarnation=incarnation, message=message))
+        self._handle(events.WorkerMessage(incarnation=incarnation, message=message))
 
     def printed(self, incarnation: Incarnation, lines: list[str]) -> None:
         if (worker := self._state.workers.get(incarnation)) is not None:
@@ -278,41 +276,41 @@ class Supervisor:
     def channel_closed(self, incarnation: Incarnation) -> None:
         self._handle(events.ChannelClosed(incarnation=incarnation))
 
-    def ending(self, incarnation: Incarnation, how: How) -> None:
+    def ending(self, incarnation: Incarnation, status: ExitStatus) -> None:
         process = self._pool.processes.get(incarnation)
         if process is not None and not process.buried:
-            process.kill()  # a process may look so when only its first thread has ended
+            process.kill()  # it may only look so, because its first thread has ended
             self._pool.is_ending(process)
-            self._bury(process, *how, wait_s=SAID_S)
+            self._bury(process, *status, wait_s=EXITING_CLOSE_S)
 
     def child_exited(self, pid: int, exit_code: int | None, signum: int | None) -> None:
         self._pool.has_ended(pid)
         process = self._pool.of_pid(pid)
         if process is not None:
-            self._bury(process, exit_code, signum, wait_s=LAST_WORDS_S)
+            self._bury(process, exit_code, signum, wait_s=CLOSE_S)
 
     def _bury(
         self, process: WorkerProcess, exit_code: int | None, signum: int | None, *, wait_s: float
     ) -> None:
         if not process.buried:
             process.buried = True
-            self._tasks.create_task(self._gone(process, exit_code, signum, wait_s))
+            self._tasks.create_task(self._report_end(process, exit_code, signum, wait_s))
 
-    async def _gone(
+    async def _report_end(
         self, process: WorkerProcess, exit_code: int | None, signum: int | None, wait_s: float
     ) -> None:
-        """Process the last messages of a worker that ends, then report it and forget it."""
+        """Handle the last messages of a worker that ends, then report its end and forget it."""
         with suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
                 await process.silent.wait()
         verdict = process.marker.verdict(exit_code)
-        process.gone()
+        process.release()
         del self._pool.processes[process.incarnation]
         worker = self._state.workers[process.incarnation]
         if verdict and worker.failure is None and worker.stop_sent_at is None:
             # The user's code ended the process before it could report.
             message = with_last_line(verdict, process.tail.last_line())
-            self.said(worker.incarnation, Failed(kind="user", message=message))
+            self.received(worker.incarnation, Failed(kind="user", message=message))
         how = f"killed by {signal_name(signum)}" if signum else f"exit code {exit_code}"
         fields = {"worker": process.worker, "pid": process.pid, "how": how}
         expected = worker.stop_sent_at is not None
@@ -347,7 +345,8 @@ class Supervisor:
         self._settle()
 
     def _settle(self) -> None:
-        """Act until the decision is to wait. Events that come while `run` ends start nothing."""
+        """Act until the decision is to wait. Do nothing for events that arrive while `run`
+        ends."""
         if self._is_over:
             return
         late_s = 0.0 if self._wake_at is None else self._now() - self._wake_at
@@ -378,7 +377,7 @@ class Supervisor:
     def _do(self, action: events.Action) -> None:
         self._state.apply(self._pool.perform(action, self._tasks), self._now())
         if isinstance(action, events.GiveUpWorker):
-            # At once: a process that hangs in the kernel does not end when it is killed.
+            # Report it now: a process that hangs in the kernel does not end when it is killed.
             worker = self._state.workers[action.incarnation]
             assert worker.hung is not None
             self._outbox.report(report_of(worker, worker.hung), self._now())

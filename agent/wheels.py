@@ -46,7 +46,7 @@ _NOT_ACCEPTED = (
     "code: this node takes no code that comes with a job; start its agent with --accept-code, or "
     "install the code there and leave the key out"
 )
-#: Time for the largest wheel over a slow line. A frozen master is asked again after it.
+#: Time for the largest wheel over a slow line, after which another call is made.
 _CALL_TIMEOUT_S = 120.0
 #: Longest wait before another try; the wait is a random part of it.
 _RETRY_S = 2.0
@@ -68,12 +68,12 @@ class WheelCache:
     """Cache of wheels that are unpacked on this node."""
 
     def __init__(self, master: Callable[[], Endpoint] | None, folder: Path | None = None) -> None:
-        """Use `folder`, or one below the home. `master`: returns the address and newest certificate
-        of whom wheels come from; None: this node takes no wheels."""
+        """Use `folder`, or one below the home. `master`: returns the endpoint to fetch wheels from,
+        with the newest certificate; None: this node takes no wheels."""
         self._master = master
         self._folder = folder
-        #: All workers of a node want the same one at the same time.
-        self._alone = asyncio.Lock()
+        #: Held while fetching: all workers of a node want the same wheel at the same time.
+        self._lock = asyncio.Lock()
 
     async def complete(self, launch: Launch) -> Launch:
         """Return the launch with the folder of the job's unpacked code, or why there is none."""
@@ -81,7 +81,7 @@ class WheelCache:
         try:
             if self._master is None or digest is None:
                 raise NoCode(_NOT_ACCEPTED)
-            async with self._alone:
+            async with self._lock:
                 folder = await self._unpacked(digest)
             modules = {name.removesuffix(".py") for name in os.listdir(folder) if name != _WHEEL}
         except NoCode as error:
@@ -123,15 +123,15 @@ class WheelCache:
     async def fetch(self, digest: str) -> bytes:
         """Fetch the wheel with that hash, retrying until the master answers. Raises NoCode."""
         assert self._master is not None, "this node takes wheels"
-        told = ""
+        logged = ""
         while True:
             try:
                 return await _fetch_once(self._master(), digest)
             except grpc.aio.AioRpcError as error:
                 if error.code() in _FINAL:
                     raise NoCode(error.details() or error.code().name) from error
-                if (reason := error.code().name) != told:
-                    told = reason
+                if (reason := error.code().name) != logged:
+                    logged = reason
                     logger.warning("no code for the job yet, trying on", extra={"reason": reason})
             await asyncio.sleep(random.uniform(0.0, _RETRY_S))
 

@@ -90,16 +90,16 @@ class WorkerState:
     failed_at: float | None = None
     #: The peers it lost; None again as soon as it has a newer plan.
     peer_lost: PeerLost | None = None
-    #: When it was last asked for a heartbeat, when it last sent one, that heartbeat, and since when
-    #: it is unchanged.
+    #: When it was last asked for a heartbeat, when it last sent one, the last heartbeat, and since
+    #: when that has been the same.
     asked_alive_at: float | None = None
     heard_at: float | None = None
     alive: Alive | None = None
     moved_at: float | None = None
     #: The kernel's letter for its state; empty: not read.
     kernel: str = ""
-    #: When it was ordered to leave its generation; None: it has left.
-    told_at: float | None = None
+    #: When it was ordered to abort its generation; None: it has.
+    abort_sent_at: float | None = None
     #: Start of the doubt for which it last wrote its stacks.
     stacks_since: float | None = None
     #: Newest generation that it has committed a step in.
@@ -119,7 +119,7 @@ class WorkerState:
             case events.Send(message=Assign() as assign):
                 self.sent, self.peer_lost = assign.plan.generation, None
                 if not assign.boundary:
-                    self.told_at = now
+                    self.abort_sent_at = now
                 self.measure_sent_at, self.measured = None, ()
             case events.Send(message=Measure() as wish):
                 self.measure_sent, self.measured = wish.attempt, ()
@@ -128,9 +128,9 @@ class WorkerState:
                 self.save_sent = number
             case events.Send(message=Acknowledged() as acknowledged):
                 self.acknowledged = acknowledged
-            case events.Asked(kernel=kernel):
+            case events.HeartbeatRequested(kernel=kernel):
                 self.asked_alive_at, self.kernel = now, kernel
-            case events.AskStacks(since=since):
+            case events.WriteStacks(since=since):
                 self.stacks_since = since
             case events.Send(message=Stop()):
                 self.stop_sent_at = now
@@ -140,12 +140,12 @@ class WorkerState:
                 self.killed = True
             case events.ChannelClosed():
                 self.closed_at = now
-            case events.WorkerSaid(message=message):
-                self._said(message, now)
+            case events.WorkerMessage(message=message):
+                self._note_message(message, now)
             case events.Send() | events.WorkerExited():
-                pass  # a message that leaves no trace, or nothing is asked of it any more
+                pass  # nothing to note
 
-    def _said(self, message: FromWorker, now: float) -> None:
+    def _note_message(self, message: FromWorker, now: float) -> None:
         match message:
             case Ready(card=card, data=data):
                 self.card, self.data = card, data
@@ -157,9 +157,9 @@ class WorkerState:
                     self.alive, self.moved_at = message, now
             case PhaseReached(phase="aborted", generation=generation):
                 if generation >= self.sent:
-                    self.told_at = None
+                    self.abort_sent_at = None
             case PhaseReached(phase="transferred", generation=generation):
-                # A loss at the very end starts a generation to save what is still unsaved.
+                # `finished` may be set: a loss after the last step starts a generation that saves.
                 if self.entered not in (NO_GENERATION, generation):
                     self.also_entered = (*self.also_entered, self.entered)[-KEPT_ENTERED:]
                 self.entered, self.finished, self.received = generation, False, None
@@ -191,10 +191,10 @@ class WorkerState:
                 pass  # for the master; nothing changes here
 
     def excuse(self, seconds: float, now: float) -> None:
-        """Move its times on by `seconds` in which it could not be heard."""
+        """Move the start of each time-out on by `seconds`, in which the agent did not run."""
         if self.heard_at is not None:
             self.heard_at = min(now, self.heard_at + seconds)
         if self.moved_at is not None:
             self.moved_at = min(now, self.moved_at + seconds)
-        if self.told_at is not None:
-            self.told_at = min(now, self.told_at + seconds)
+        if self.abort_sent_at is not None:
+            self.abort_sent_at = min(now, self.abort_sent_at + seconds)

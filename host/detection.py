@@ -21,11 +21,11 @@ _DAY_S = 86_400.0
 _SLOWER = 1.5
 #: Multiple of the longest usual step after which a lack of progress is a hang.
 HUNG_STEPS = 4.0
-#: Longest time that agents hold back workers' progress reports on their way into a plan.
+#: Longest time that agents gather the reports of workers that enter a plan, to send them together.
 #:
-#: They are sent earlier with the first commit in it, or with a report that the master acts on. Each
-#: report alone would wake the master while all wait for that step.
-GATHER_WORDS_S = 0.25
+#: They are sent earlier with the plan's first step record, or with a report that the master acts
+#: on. One by one they would keep the master busy while all wait for that step.
+GATHER_REPORTS_S = 0.25
 #: Shortest silence that is a fault: another worker's host is probed every second, and a full link
 #: loses some probes.
 _LEAST_SILENCE_S = 5.0

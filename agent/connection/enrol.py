@@ -43,7 +43,7 @@ from oobleck.proto.secure import open_aio_channel
 
 logger = logging.getLogger(__name__)
 
-#: Fraction of a certificate's life that is left at its renewal, and fraction between retries.
+#: Parts of a certificate's life: how much is left when it is renewed, and the wait between retries.
 _RENEW_PART = 2 / 3
 _RETRY_PART = 1 / 20
 _LONGEST_LOOK_S = 3600.0
@@ -76,9 +76,9 @@ def read_join_token(path: Path | None) -> Credentials | None:
 def choose_way(
     master: str, name: str, folder: Path | None, token: Credentials | None, *, insecure: bool
 ) -> "Holder":
-    """Choose the agent's credentials; without any, the holder is to join by `token`. An authority
-    of the agent's own user signs for it. `master`: addresses with commas. Raises ValueError with
-    the flag and the fix."""
+    """Choose the agent's credentials: those in the folder, or new ones signed by an authority of
+    the agent's own user, or none yet, to be got by `token`. `master`: addresses with commas. Raises
+    ValueError with the flag and the fix."""
     heads = split_addresses(master)
     if insecure:
         if folder is not None or token is not None:
@@ -103,7 +103,7 @@ def choose_way(
     credentials = _stored(folder, name)
     if token is not None and (credentials is None or _is_newer(token, credentials)):
         _check_token(folder, token, name)
-        credentials = None  # the token was made because these are good no more
+        credentials = None  # the operator made the token because these are no longer valid
     elif credentials is None:
         raise ValueError(
             f"--master {master}: the agent needs credentials, and {folder} has none; make a token "
@@ -151,7 +151,7 @@ def _stored(folder: Path, name: str) -> Credentials | None:
 
 
 def _check_token(folder: Path, token: Credentials, name: str) -> None:
-    """Raise ValueError if the certificate that the token gives could not be kept in the folder."""
+    """Raise ValueError if the folder cannot take the certificate that the token would give."""
     if (role := pki.identity_of(token.certificate).role) != "agent":
         raise ValueError(
             f"the join token is for the role {role}; make an agent's with 'oobleck pki token'"
@@ -163,7 +163,7 @@ def _check_token(folder: Path, token: Credentials, name: str) -> None:
 
 
 async def join(heads: Heads, folder: Path, token: Credentials, name: str) -> Credentials:
-    """Get a certificate by the token, however long the master is away. Raises Denied, ValueError,
+    """Get a certificate for the token, retrying until a master answers. Raises Denied, ValueError,
     OSError."""
     request = pb.JoinRequest(request=pki.new_request(own_key(folder)), name=name)
     reply = await _until_answered(heads, token, request)
@@ -176,7 +176,7 @@ async def _until_answered(
     heads: Heads, token: Credentials, request: pb.JoinRequest
 ) -> pb.CertificateReply:
     """Send the request to heads in turn until one answers. Raises Denied."""
-    told = ""
+    logged = ""
     failed = False
     while True:
         await heads.seek(pass_over=failed)
@@ -187,12 +187,12 @@ async def _until_answered(
         except grpc.aio.AioRpcError as error:
             if error.code() in _FINAL:
                 raise Denied(error.details() or error.code().name) from error
-            # The master would not let it in, and could not say why.
+            # The master refuses an expired token in the handshake, where it can give no reason.
             if pki.expiry(token.certificate) < time.time():
                 raise Denied(fault(token, time.time())) from error
             reason = refusal(token, error.details() or "", time.time()) or error.code().name
-            if reason != told:
-                told = reason
+            if reason != logged:
+                logged = reason
                 fields = {"master": endpoint.address, "reason": reason}
                 logger.warning("cannot join, trying on", extra=fields)
         else:
@@ -240,10 +240,10 @@ class Holder:
 
     def _warn(self, credentials: Credentials, now: float) -> None:
         """Warn once a day that the certificate ends soon, or has ended."""
-        told = fault(credentials, now) or warning(credentials, now)
-        if told and abs(now - self._warned_at) >= DAY_S:
+        problem = fault(credentials, now) or warning(credentials, now)
+        if problem and abs(now - self._warned_at) >= DAY_S:
             self._warned_at = now
-            logger.warning("a certificate needs attention", extra={"reason": told})
+            logger.warning("a certificate needs attention", extra={"reason": problem})
 
     async def _renew(self, folder: Path, old: Credentials) -> None:
         request = pb.RenewRequest(request=pki.new_request(pki.read_key(old.key)))

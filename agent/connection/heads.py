@@ -2,7 +2,8 @@
 
 Addresses of --master come first, then those that a head has sent, stored beside the credentials.
 Every head shows a certificate of the one authority, so a wrong address costs only time. A call in
-the clear may not leave the host, so it learns none. Must not know what is said to a head.
+the clear may not leave this host, so without credentials no addresses are learnt. Must not know the
+calls to a head.
 """
 
 import asyncio
@@ -79,19 +80,19 @@ class Heads:
         """Known addresses, in the order in which they are tried."""
         return tuple(dict.fromkeys((*self._given, *self._told)))[:MOST_ADDRESSES]
 
-    def learn(self, told: Sequence[str]) -> None:
-        """Take the addresses of all heads from a head's message; none: it knows of none."""
-        if self._folder is None or not told or tuple(told) == self._told:
+    def learn(self, sent: Sequence[str]) -> None:
+        """Store the addresses of all heads that a head has sent, if any."""
+        if self._folder is None or not sent or tuple(sent) == self._told:
             return
-        self._told = tuple(told)
+        self._told = tuple(sent)
         try:
-            write_private(self._folder / _FILE, "".join(f"{one}\n" for one in told).encode())
-        except OSError as error:  # the next start has those of --master
+            write_private(self._folder / _FILE, "".join(f"{one}\n" for one in sent).encode())
+        except OSError as error:  # then the next start knows only those of --master
             logger.warning("addresses of heads not stored", extra={"reason": error.strerror})
 
     async def seek(self, *, pass_over: bool) -> bool:
-        """Make the first address current that takes a connection, and return whether one does. The
-        current one is asked first; with `pass_over`, last. A single address is not asked."""
+        """Make the first address current that accepts a connection, and return whether one does.
+        Try the current one first; with `pass_over`, last. A single address is not tried."""
         known = self.addresses
         if len(known) == 1:
             self.current = known[0]

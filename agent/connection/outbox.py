@@ -1,11 +1,14 @@
 """Queues of messages to the master: filled by the supervisor, emptied by the session.
 
-The status is a level (only the newest counts); reports and log lines are events in bounded queues.
-Step records wait until the master acknowledges them. All agents of a job have the same ones. Two
-send at once, since the master takes a record that two nodes report alike; the third sends what
-stays unacknowledged after `HOLD_S`, each further one `NEXT_S` later. So a record gets through
-whichever node dies. Of more than `LIMIT` the *oldest* are kept, since the master writes them in
-step order. Must not know processes or streams.
+Only the newest status counts; reports and log lines wait in bounded queues. Step records wait until
+the master acknowledges them.
+
+All agents of a job have the same step records, and the master accepts one that two nodes report
+alike. Two agents send at once; the third sends records still unacknowledged after `HOLD_S`, each
+further one `NEXT_S` later. So a record gets through whichever node dies. If more than `LIMIT` wait,
+the *oldest* are kept, since the master writes them in step order.
+
+Must not know processes or streams.
 """
 
 import asyncio
@@ -21,7 +24,7 @@ from oobleck.agent.processes.output import LogQueue
 from oobleck.core.ids import Generation, Incarnation, JobId
 from oobleck.core.messages import PhaseReached, Recording, StepRecord
 from oobleck.core.orders import Answer
-from oobleck.host.detection import GATHER_WORDS_S
+from oobleck.host.detection import GATHER_REPORTS_S
 from oobleck.host.timeline import boot_id
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto.bounds import check_bounds
@@ -88,8 +91,8 @@ class RecordBuffer:
         now: float,
         restored_in: Generation = _MADE_HERE,
     ) -> None:
-        """Keep `record` unless it is acknowledged already. Of two records of one step the newer
-        generation's is kept: a head that has records of that one takes no older ones after them."""
+        """Keep `record` unless it is acknowledged already. Of two records of one step keep the
+        newer generation's: a head accepts no older generation's records after it."""
         if job_id != self._job_id:
             self._job_id, self._through = job_id, 0
             self._kept.clear()
@@ -115,12 +118,12 @@ class RecordBuffer:
             del self._kept[step]
 
     def session_ended(self) -> None:
-        """Keep all records from now on. The next master may be another one, and lack records that
-        this one acknowledged: a job that goes back makes them again."""
+        """Forget the acknowledgements. The next master may lack records that this one had; if the
+        job then goes back, its workers make them again."""
         self._through = 0
 
     def session_began(self, now: float) -> None:
-        """Queue all kept records again, since an earlier session's may not have arrived."""
+        """Queue all kept records again, since those sent before may not have arrived."""
         self._kept = {step: replace(self._kept[step], since=now) for step in sorted(self._kept)}
         self._waiting = deque(self._kept.values())
 
@@ -133,7 +136,7 @@ class RecordBuffer:
                 break
             found.append(self._waiting.popleft())
         restored_in = found[0].restored_in if found else _MADE_HERE
-        return [one.record for one in found], restored_in
+        return [waiting.record for waiting in found], restored_in
 
     def next_due(self, now: float, *, hold_s: float) -> float | None:
         """Return when `due` will next have a record; None if none is waiting."""
@@ -143,8 +146,8 @@ class RecordBuffer:
             return None
         return max(now, self._waiting[0].since + hold_s)
 
-    def _is_kept(self, one: _Waiting) -> bool:
-        return self._kept.get(one.record.step) is one
+    def _is_kept(self, waiting: _Waiting) -> bool:
+        return self._kept.get(waiting.record.step) is waiting
 
 
 logger = logging.getLogger(__name__)
@@ -162,7 +165,7 @@ class Outbox:
         #: Not sent yet, oldest first, and since when; at most REPORT_LIMIT.
         self._reports: deque[tuple[WorkerReport, float]] = deque()
         #: When reports and status are due; None: none are waiting.
-        self._words_due_at: float | None = None
+        self._reports_due_at: float | None = None
         #: Kept until the master has acknowledged them.
         self._records = RecordBuffer()
         #: Answers to operators' questions.
@@ -174,8 +177,8 @@ class Outbox:
         self._log_due_at: float | None = None
         #: For how long records are held back.
         self._hold_s = HOLD_S
-        #: The delay from the newest plan on, none of whose steps is known here yet; None:
-        #: unchanged.
+        #: A longer `_hold_s`, and the generation from whose first step on it applies; None: it
+        #: stays.
         self._hold_then: tuple[Generation, float] | None = None
         #: Set whenever something new may be due.
         self.wake = asyncio.Event()
@@ -190,13 +193,13 @@ class Outbox:
         return self._status
 
     def status(self, status: NodeStatus, now: float, *, hold_s: float) -> None:
-        """Set the newest status. It is sent soon if only its plan has changed, and at once if more
-        than the plan and the progress has."""
+        """Set the newest status. If only the progress has changed, it waits for the next heartbeat;
+        if also the plan, it is sent soon; otherwise now."""
         before, after = _without_progress(self._status), _without_progress(status)
         if before != after:
-            alone = _without_plan(before) == _without_plan(after)
+            only_plan = _without_plan(before) == _without_plan(after)
             self._status_due = True
-            self._words_due(now + GATHER_WORDS_S if alone else now)
+            self._make_due(now + GATHER_REPORTS_S if only_plan else now)
         self._status = status
         if hold_s <= self._hold_s:
             self._hold_then = None
@@ -204,14 +207,15 @@ class Outbox:
                 self._hold_s = hold_s
                 self.wake.set()
         else:
-            # Steps before a boundary may be unknown to all members of the plan after it.
+            # Hold back longer only from the new plan's steps on: of the steps before its boundary
+            # this node may be the only one to have the records.
             known = self._hold_then
             self._hold_then = status.generation if known is None else known[0], hold_s
 
     def want_status(self, now: float) -> None:
         """Send the status even if it has not changed."""
         self._status_due = True
-        self._words_due(now)
+        self._make_due(now)
 
     def report(self, report: WorkerReport, now: float) -> None:
         """Queue a report, to be sent once; if too many wait, drop the oldest."""
@@ -220,17 +224,17 @@ class Outbox:
             logger.warning("report dropped, too many wait for the master")
         self._reports.append((report, now))
         waits = isinstance(report.what, PhaseReached)
-        self._words_due(now + GATHER_WORDS_S if waits else now)
+        self._make_due(now + GATHER_REPORTS_S if waits else now)
 
-    def _words_due(self, at: float) -> None:
-        if self._words_due_at is None or at < self._words_due_at:
-            self._words_due_at = at
+    def _make_due(self, at: float) -> None:
+        if self._reports_due_at is None or at < self._reports_due_at:
+            self._reports_due_at = at
             self.wake.set()
 
     def record(self, job_id: JobId, record: StepRecord, now: float) -> None:
         """Keep the record for the master, and send waiting reports and status now."""
-        if self._words_due_at is not None:
-            self._words_due(now)
+        if self._reports_due_at is not None:
+            self._make_due(now)
         if self._hold_then is not None and record.generation >= self._hold_then[0]:
             self._hold_s, self._hold_then = self._hold_then[1], None
         lost = self._records.lost
@@ -239,15 +243,15 @@ class Outbox:
             logger.warning("step record lost", extra={"step": record.step})
         self.wake.set()
 
-    def handed(
+    def restored(
         self, job_id: JobId, records: Sequence[StepRecord], restored_in: Generation, now: float
     ) -> None:
-        """Keep for the master the records beside the checkpoint that a generation resumes from."""
+        """Keep the records stored beside the checkpoint that a generation resumes from."""
         try:
             message = records_message(job_id, records, restored_in)
             check_bounds(message)
             read_records(message)
-        except ValueError as error:  # the master would end the session, and the next one
+        except ValueError as error:  # the master would end every session that sends them
             logger.error("records beside a checkpoint cannot be sent", extra={"reason": error})
             return
         for record in records:
@@ -284,10 +288,10 @@ class Outbox:
         self._answers.append(pb.AgentMessage(examined=message))
         self.wake.set()
 
-    def job_told(self, number: int, job: str) -> None:
+    def send_job(self, number: int, job: str) -> None:
         """Answer a master that asks which job is trained here."""
-        told = pb.JobTold(number=number, job=job)
-        self._answers.append(pb.AgentMessage(job_told=told))
+        answer = pb.JobTold(number=number, job=job)
+        self._answers.append(pb.AgentMessage(job_told=answer))
         self.wake.set()
 
     def log(self, job_id: JobId, slot: int, lines: list[str], now: float) -> None:
@@ -305,60 +309,60 @@ class Outbox:
         if self._log_due_at is not None:
             self._log_due_at = now
             self.wake.set()
-        if self._words_due_at is not None:
-            self._words_due(now)
+        if self._reports_due_at is not None:
+            self._make_due(now)
 
     def session_began(self, standing: list[WorkerReport], now: float) -> None:
         """Repeat all that an earlier session may have lost: records and `standing` reports."""
         waiting = [(report, at) for report, at in self._reports if report not in standing]
         self._reports = deque([*((report, now) for report in standing), *waiting])
         if self._reports:
-            self._words_due(now)
+            self._make_due(now)
         self._records.session_began(now)
 
     def session_ended(self) -> None:
         self._records.session_ended()
 
     def take(self, now: float) -> list[pb.AgentMessage]:
-        """Take all messages that are due, in the order in which to send them: a phase before the
-        steps that follow it, the last step before the report that the worker has finished."""
-        found: list[pb.AgentMessage] = []
-        words_due = self._words_due_at is not None and now >= self._words_due_at
+        """Take all messages that are due, in sending order: reports before the steps that follow
+        them, steps before the status that a worker has finished."""
+        messages: list[pb.AgentMessage] = []
+        reports_due = self._reports_due_at is not None and now >= self._reports_due_at
         records, restored_in = self._records.due(now, hold_s=self._hold_s)
-        if words_due or records:
+        if reports_due or records:
             texts = [_text_of(_aged(report, now - at)) for report, at in self._reports]
-            found += [pb.AgentMessage(report=text) for text in texts if text is not None]
+            messages += [pb.AgentMessage(report=text) for text in texts if text is not None]
             self._reports.clear()
-            self._words_due_at = None
+            self._reports_due_at = None
         while records:
             assert self._records.job_id is not None
             batch = records_message(self._records.job_id, records, restored_in)
-            found.append(pb.AgentMessage(records=batch))
+            messages.append(pb.AgentMessage(records=batch))
             records, restored_in = self._records.due(now, hold_s=self._hold_s)
-        if self._status_due and self._words_due_at is None:
+        if self._status_due and self._reports_due_at is None:
             self._status_due = False
-            found.append(pb.AgentMessage(status=status_message(self._status)))
-        found += self._answers
+            messages.append(pb.AgentMessage(status=status_message(self._status)))
+        messages += self._answers
         self._answers.clear()
         if self._log_due_at is not None and now >= self._log_due_at:
             self._log_due_at = None
             while (taken := self._logs.take(LINES_PER_MESSAGE)) is not None:
                 slot, lines, dropped = taken
                 log = pb.LogLines(job_id=self._log_job, slot=slot, lines=lines, dropped=dropped)
-                found.append(pb.AgentMessage(log=log))
-        for message in found:
+                messages.append(pb.AgentMessage(log=log))
+        for message in messages:
             message.incarnation = self._incarnation
-        return found
+        return messages
 
     def next_due(self, now: float) -> float | None:
         """Return when `take` will next have a message if none is added; None: never."""
         records_due_at = self._records.next_due(now, hold_s=self._hold_s)
-        due = (self._words_due_at, records_due_at, self._log_due_at)
+        due = (self._reports_due_at, records_due_at, self._log_due_at)
         return min((at for at in due if at is not None), default=None)
 
 
 def _text_of(report: WorkerReport) -> bytes | None:
-    """Encode a report; None if the master would refuse it, in every session anew."""
+    """Encode a report; None if the master would refuse it, and end every session that sends it."""
     data = report_bytes(report)
     try:
         read_report(data)

@@ -20,7 +20,7 @@ def report_of(worker: WorkerState, what: types.Happening) -> types.WorkerReport:
 
 
 def standing_reports(state: NodeState) -> list[types.WorkerReport]:
-    """Return the reports to repeat in a new session, since the one before may have lost them:
+    """Return the reports to repeat in a new session, since they may be lost with the last one:
     failures, losses, measurements, layers received, checkpoints, evaluations, and exits that no
     plan has answered yet."""
     failed = [
@@ -54,7 +54,7 @@ def standing_reports(state: NodeState) -> list[types.WorkerReport]:
 
 def status_of(state: NodeState) -> types.NodeStatus:
     desired = state.desired
-    sick, concern = state.health.told()
+    sick, concern = state.health.summary()
     bare = types.NodeStatus(
         leaving=state.leave_at is not None,
         ending=state.shutting_down,
@@ -98,16 +98,18 @@ def _worker_status(state: NodeState, worker: WorkerState) -> types.WorkerStatus:
     )
 
 
-def newest_plan(known: types.Assignment | None, told: types.Assignment) -> types.Assignment | None:
-    """Return the plan that the agent reports as its own, after the master has sent `told`. A master
-    whose journal lost its end may send an older plan than the workers have. None: there is none."""
-    if told.job_id is None:
+def newest_plan(
+    known: types.Assignment | None, received: types.Assignment
+) -> types.Assignment | None:
+    """Return the assignment whose plan the agent reports as its own; None: there is none. Keep
+    `known` if `received` has an older plan, as from a master whose journal lost its end."""
+    if received.job_id is None:
         return None
-    if known is not None and known.job_id != told.job_id:
+    if known is not None and known.job_id != received.job_id:
         known = None
-    if told.assign is None or (known is not None and told.generation < known.generation):
+    if received.assign is None or (known is not None and received.generation < known.generation):
         return known
-    return msgspec.structs.replace(told, job=None)
+    return msgspec.structs.replace(received, job=None)
 
 
 def records_hold_s(state: NodeState) -> float:

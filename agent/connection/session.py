@@ -35,8 +35,8 @@ logger = logging.getLogger(__name__)
 
 #: Longest first wait before a new session, a random part of which is waited.
 FIRST_RETRY_S = 0.1
-#: gRPC counts a session that the master ends during our write as an open stream for ever. A master
-#: limits the streams of a connection.
+#: Most sessions on a channel. gRPC for ever counts a session that the master ends during our write
+#: as an open stream, and a master limits the streams of a connection.
 SESSIONS_PER_CHANNEL = 32
 
 _CHANNEL_OPTIONS = (
@@ -59,7 +59,7 @@ def next_retry_s(retry_s: float, detection: Detection) -> float:
 
 
 class _OtherTimeOuts(Exception):
-    """Notice that the channel was opened with time-outs other than the master's."""
+    """Notice that the master's time-outs differ from those that the channel was opened with."""
 
 
 class Node(Protocol):
@@ -68,7 +68,7 @@ class Node(Protocol):
     @property
     def has_workers(self) -> bool: ...
     def reached_from(self, address: str) -> None: ...
-    def heard(self, by_master: bool) -> None: ...
+    def session_open(self, is_open: bool) -> None: ...
     def detect(self, detection: Detection) -> None: ...
     def assigned(self, desired: Assignment) -> None: ...
     def not_understood(self, reason: str) -> None: ...
@@ -86,7 +86,7 @@ class Examiner(Protocol):
 
 
 class Session:
-    """Agent's side of its sessions, one after the other, with whichever master there is."""
+    """Agent's side of its sessions with masters, one after the other."""
 
     def __init__(
         self,
@@ -100,8 +100,8 @@ class Session:
         node: Node,
         examiner: Examiner | None = None,
     ) -> None:
-        """Hold no session yet. `endpoint`: returns the master's, with the newest certificate.
-        `heads`: chooses that endpoint's address; None: there is one master. `examiner`: None: this
+        """Prepare, without a session yet. `endpoint`: returns the master's, with the newest
+        certificate. `heads`: chooses its address; None: there is one master. `examiner`: None: this
         host is not examined."""
         self._config = config
         self._incarnation = incarnation
@@ -110,8 +110,8 @@ class Session:
         self._now = environment.now
         self._endpoint = endpoint
         self._heads = heads
-        #: The last try ended before there was a session.
-        self._in_vain = False
+        #: The last try ended before the master's welcome.
+        self._failed = False
         self._node = node
         self._examiner = examiner
         #: This host's address; None: not known until there is a way to the master.
@@ -131,11 +131,11 @@ class Session:
         #: The head whose assignment was acted on last; None: none was.
         self._acted_on: Head | None = None
         #: Id and text of the last assignment's job.
-        self._told_job = "", ""
+        self._job_text = "", ""
         #: Outranked heads that were passed over and logged.
         self._passed_over: set[tuple[str, int, str]] = set()
         #: `_running` as received, including fields of later releases.
-        self._running_as_told = pb.Assignment()
+        self._running_message = pb.Assignment()
 
     async def run(self) -> str | None:
         """Hold sessions until `close` is called, or the master refuses for good: return the
@@ -164,11 +164,11 @@ class Session:
                 await self._seek()
                 if endpoint != self._endpoint():
                     return None
-                await self._one(stub)
+                await self._hold_session(stub)
             except Refused as refusal:
                 if refusal.denied or not (refusal.temporary or self._node.has_workers):
                     return str(refusal)
-                # Training outlives a master that may be the wrong one, or speak another protocol.
+                # Keep training: this master may be the wrong one, or speak another protocol.
                 self._trouble(f"refused for now: {refusal}")
             except SessionEnded as end:
                 self._trouble(self._refusal(str(end)) or str(end))
@@ -193,7 +193,7 @@ class Session:
         if reason != self._last_trouble and not self._is_over():
             self._last_trouble = reason
             logger.warning(
-                "no session, trying on", extra={"master": self._config.master, "reason": reason}
+                "no session, retrying", extra={"master": self._config.master, "reason": reason}
             )
 
     def _refusal(self, reason: str) -> str:
@@ -205,13 +205,13 @@ class Session:
         """Choose the head of the next session. Raises SessionEnded where none answers."""
         if self._heads is None:
             return
-        in_vain, self._in_vain = self._in_vain, False
-        if not await self._heads.seek(pass_over=in_vain):
+        failed, self._failed = self._failed, False
+        if not await self._heads.seek(pass_over=failed):
             raise SessionEnded(f"nothing answers at any of {self._heads}")
 
-    async def _one(self, stub: ControlStub) -> None:
-        """Hold one session, from the registration to the end of its stream."""
-        self._in_vain = True
+    async def _hold_session(self, stub: ControlStub) -> None:
+        """Hold a session, from the registration to the end of its stream."""
+        self._failed = True
         with opened(stub.Session(), self._detection.answer_s) as stream:
             await self._talk(stream)
 
@@ -219,39 +219,39 @@ class Session:
         first = await stream.register(self._registration())
         match first.WhichOneof("body"):
             case "welcome":
-                self._welcomed(first.welcome)
+                self._adopt(first.welcome)
             case "refused":
                 raise refused(first.refused)
             case other:
                 raise SessionEnded(f"the master began with {other} instead of a welcome")
         stream.answer_s = self._detection.answer_s
-        self._in_vain = False
-        told = {"master": self._endpoint().address, "protocol": self._protocol}
-        logger.info("session began", extra=told)
+        self._failed = False
+        fields = {"master": self._endpoint().address, "protocol": self._protocol}
+        logger.info("session began", extra=fields)
         self._last_trouble, self._retry_s = "", FIRST_RETRY_S
         self._outbox.session_began(self._node.standing_reports(), self._now())
-        self._node.heard(True)
-        receiving, sending = halves = (
+        self._node.session_open(True)
+        receiving, sending = tasks = (
             asyncio.create_task(self._receive_all(stream)),
             asyncio.create_task(self._send_all(stream, self._detection.heartbeat_s)),
         )
         try:
-            await asyncio.wait(halves, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if sending.done() and sending.exception() is None:
-                # The last words may still be under way, and a cancelled call would drop them: the
-                # master ends the stream once it has them.
+                # The master ends the stream once it has the last messages. To cancel the call
+                # before would drop those still in transit.
                 await asyncio.wait({receiving}, timeout=self._detection.answer_s)
         finally:
-            for half in halves:
-                half.cancel()
-            results = await asyncio.gather(*halves, return_exceptions=True)
-            self._node.heard(False)
+            for task in tasks:
+                task.cancel()
+            results = await asyncio.gather(*tasks, return_exceptions=True)
+            self._node.session_open(False)
             self._outbox.session_ended()
         for result in results:
             if isinstance(result, Exception):
                 raise result
 
-    def _welcomed(self, welcome: pb.Welcome) -> None:
+    def _adopt(self, welcome: pb.Welcome) -> None:
         try:
             detection, self._protocol, head = read_welcome(welcome)
             addresses = read_addresses(welcome)
@@ -298,7 +298,7 @@ class Session:
         )
         register = register_message(registration)
         if self._running is not None:
-            register.running.CopyFrom(self._running_as_told)
+            register.running.CopyFrom(self._running_message)
         return pb.AgentMessage(incarnation=self._incarnation, register=register)
 
     async def _send_all(self, stream: Stream, heartbeat_s: float) -> None:
@@ -352,14 +352,14 @@ class Session:
                 case "refused":
                     raise refused(message.refused)
                 case "tell_job":
-                    self._tell_job(message.tell_job)
+                    self._send_job(message.tell_job)
                 case "return_code":
                     self._node.return_code(message.return_code.sha256)
                 case _:
-                    pass  # a later protocol's addition; this one's are all above
+                    pass  # a message of a later protocol
 
     def _is_outranked(self, head: Head | None) -> bool:
-        """Return whether a head is not to be followed, and log the first time."""
+        """Return whether another head has taken this one's place; log that once."""
         if head is None or self._acted_on is None or not self._acted_on.outranks(head):
             return False
         name = head.history, head.term, head.begun_by
@@ -371,12 +371,12 @@ class Session:
             )
         return True
 
-    def _tell_job(self, question: pb.TellJob) -> None:
-        job_id, text = self._told_job
-        self._outbox.job_told(question.number, text if job_id == question.job_id else "")
+    def _send_job(self, question: pb.TellJob) -> None:
+        job_id, text = self._job_text
+        self._outbox.send_job(question.number, text if job_id == question.job_id else "")
 
     def _assigned(self, assignment: pb.Assignment) -> None:
-        """Apply an assignment. Streams keep the order, so the last one is the newest."""
+        """Apply an assignment, the newest so far, since a stream keeps the order."""
         try:
             desired = read_assignment(assignment)
         except ValueError as error:
@@ -386,11 +386,11 @@ class Session:
         if self._is_outranked(desired.head):
             return
         self._acted_on = desired.head or self._acted_on
-        self._told_job = assignment.job_id, assignment.job
+        self._job_text = assignment.job_id, assignment.job
         before, self._running = self._running, newest_plan(self._running, desired)
         if self._running is not before and self._running is not None:
-            self._running_as_told.CopyFrom(assignment)
-            self._running_as_told.ClearField("job")
+            self._running_message.CopyFrom(assignment)
+            self._running_message.ClearField("job")
         self._node.assigned(desired)
 
 

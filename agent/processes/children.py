@@ -44,8 +44,8 @@ LOOK_S = 0.02
 _MOST_BYTES = 1024
 #: linux/sched.h: PF_EXITING.
 _EXITING = 0x4
-#: Exit code, or the signal.
-How = tuple[int | None, int | None]
+#: Exit code, or the signal that ended the process.
+ExitStatus = tuple[int | None, int | None]
 #: A worker that leaves this much unread is stuck.
 WRITE_LIMIT_BYTES = 64 << 20
 
@@ -53,13 +53,13 @@ WRITE_LIMIT_BYTES = 64 << 20
 class EndWatch:
     """Watch of one process's end, in the event loop."""
 
-    def __init__(self, pid: int, tell: Callable[[How], None]) -> None:
+    def __init__(self, pid: int, tell: Callable[[ExitStatus], None]) -> None:
         """Watch the process `pid`. `tell` is called once, if its status is known before its end."""
         self._tell = tell
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
         self._file: int | None = None
-        with suppress(OSError):  # it has ended already: its parent knows
+        with suppress(OSError):  # the process has been reaped: its parent has the status
             self._file = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
             self._timer = self._loop.call_later(LOOK_S, self._look)
 
@@ -72,24 +72,24 @@ class EndWatch:
             self._file = None
 
     def _look(self) -> None:
-        assert self._file is not None, "it is stopped otherwise"
+        assert self._file is not None, "a stopped watch has no timer"
         try:
-            said = os.pread(self._file, _MOST_BYTES, 0).decode(errors="replace")
-        except OSError:  # its parent knows
+            stat = os.pread(self._file, _MOST_BYTES, 0).decode(errors="replace")
+        except OSError:  # the process has been reaped: its parent has the status
             self.stop()
             return
-        if (how := how_it_ends(said)) is None:
+        if (status := early_status(stat)) is None:
             self._timer = self._loop.call_later(LOOK_S, self._look)
             return
         self.stop()
-        self._tell(how)
+        self._tell(status)
 
 
-def how_it_ends(said: str) -> How | None:
-    """Return how the process is ending; None if it is not, or if the kernel does not show how, as
-    for a successful exit. A process whose first thread alone has ended with an error looks as if it
-    ended. `said`: /proc/PID/stat."""
-    fields = said.rpartition(") ")[2].split()
+def early_status(stat: str) -> ExitStatus | None:
+    """Return the status of a process that is exiting; None if it is not, or if its status is 0, as
+    that of running processes. A process of which only the first thread has failed seems to exit
+    too. `stat`: the content of /proc/PID/stat."""
+    fields = stat.rpartition(") ")[2].split()
     flags, status = int(fields[6]), int(fields[-1])
     if not flags & _EXITING or not status:
         return None
@@ -116,11 +116,11 @@ class Listener(Protocol):
     def warm_exited(self, returncode: int | None, last_line: str) -> None: ...
     def forked(self, incarnation: Incarnation, pid: int) -> None: ...
     def fork_failed(self, incarnation: Incarnation, reason: str) -> None: ...
-    def said(self, incarnation: Incarnation, message: FromWorker) -> None: ...
+    def received(self, incarnation: Incarnation, message: FromWorker) -> None: ...
     def printed(self, incarnation: Incarnation, lines: list[str]) -> None: ...
     def code_fetched(self, incarnation: Incarnation) -> None: ...
     def channel_closed(self, incarnation: Incarnation) -> None: ...
-    def ending(self, incarnation: Incarnation, how: How) -> None: ...
+    def ending(self, incarnation: Incarnation, status: ExitStatus) -> None: ...
     def child_exited(self, pid: int, exit_code: int | None, signum: int | None) -> None: ...
 
 
@@ -135,9 +135,9 @@ class WorkerProcess:
         self.tail = Tail()
         #: The user's code that the worker runs; readable after its end.
         self.marker = Marker()
-        #: Set once all messages that the worker sent before its end are handled.
+        #: Set once the channel is closed, and all messages in it are handled.
         self.silent = asyncio.Event()
-        #: Its end is known.
+        #: Its end is known and is being reported.
         self.buried = False
         self._listener = listener
         self._handle: int | None = None
@@ -154,7 +154,8 @@ class WorkerProcess:
         return self._their_socket.fileno(), self._their_output, self.marker.fd
 
     def close_theirs(self) -> None:
-        """Close the worker's ends, so that the worker alone keeps the channel open."""
+        """Close the agent's copies of the worker's ends, so that the channel closes with the
+        worker."""
         self._their_socket.close()
         os.close(self._their_output)
 
@@ -175,7 +176,7 @@ class WorkerProcess:
             else:
                 completing = asyncio.create_task(self._complete(launch, complete))
             while (body := await read_frame(reader)) is not None:
-                self._listener.said(self.incarnation, _from_worker.decode(body))
+                self._listener.received(self.incarnation, _from_worker.decode(body))
         except (ValueError, RecursionError, ConnectionError) as error:  # not understood, or cut
             fields = {"worker": self.worker, "pid": self.pid, "reason": error}
             logger.warning("worker's channel broke", extra=fields)
@@ -218,9 +219,9 @@ class WorkerProcess:
         """Kill the process by SIGKILL, through a handle, so that a reused pid is never hit."""
         send_signal(self._handle, signal.SIGKILL)
 
-    def kernel(self) -> str:
+    def kernel_state(self) -> str:
         """Return the kernel's letter for the process's state; empty: it is gone. D if any thread
-        waits for a disk or file server, else its first thread's state."""
+        waits for a disk or file server, else the first thread's state."""
         threads = sorted(Path(f"/proc/{self.pid}/task").glob("*/stat"), key=_thread_id)
         try:
             states = [stat.read_text().rpartition(") ")[2][:1] for stat in threads]
@@ -228,13 +229,13 @@ class WorkerProcess:
             return ""
         return "D" if "D" in states else "".join(states[:1])
 
-    def tell_stacks(self) -> None:
+    def write_stacks(self) -> None:
         """Make the worker write its threads' stacks, if it can."""
         send_signal(self._handle, signal.SIGUSR1)
 
-    def gone(self) -> None:
-        """Take the last output of a process that is ending or has ended, and release its
-        resources."""
+    def release(self) -> None:
+        """Read the last output of a process that is ending or has ended, and close all that the
+        agent has open for it."""
         if self._watch is not None:
             self._watch.stop()
         while self._output_open and self._on_output():
@@ -272,7 +273,7 @@ class WarmProcess:
     def __init__(self, listener: Listener) -> None:
         self._listener = listener
         self._socket, self._their_socket = socket.socketpair()
-        #: asyncio owns the other descriptor of our end and cannot pass descriptors on.
+        #: Second descriptor of our end: asyncio owns the first, and cannot send descriptors.
         self._sender = self._socket.dup()
         #: Handle to kill it by: asyncio may reap it too, and then its exit status is lost.
         self._handle: int | None = None

@@ -49,8 +49,8 @@ class ProcessPool:
         self.warm: WarmProcess | None = None
         #: The workers' processes, until their ends have been reported.
         self.processes: dict[Incarnation, WorkerProcess] = {}
-        #: By slot, a process whose end is known before it has ended: its pid, and an event set once
-        #: it has ended.
+        #: By slot, a process that is exiting while its memory is still being freed: its pid, and an
+        #: event that is set once the memory is free.
         self._freeing: dict[int, tuple[int | None, asyncio.Event]] = {}
         #: The address that this node's workers are reached by.
         self.address = ""
@@ -104,13 +104,13 @@ class ProcessPool:
                 return self._fork(action, tasks)
             case events.Send(incarnation=incarnation, message=message):
                 self.processes[incarnation].send(message)
-            case events.AskWorker(incarnation=incarnation, look=look):
+            case events.RequestHeartbeat(incarnation=incarnation, look=look):
                 process = self.processes[incarnation]
                 process.send(Ask())
-                kernel = process.kernel() if look else ""
-                return events.Asked(incarnation=incarnation, kernel=kernel)
-            case events.AskStacks(incarnation=incarnation):
-                self.processes[incarnation].tell_stacks()
+                kernel = process.kernel_state() if look else ""
+                return events.HeartbeatRequested(incarnation=incarnation, kernel=kernel)
+            case events.WriteStacks(incarnation=incarnation):
+                self.processes[incarnation].write_stacks()
             case events.GiveUpWorker(incarnation=incarnation, reason=reason):
                 self._kill(incarnation, "killing a worker that hangs", reason)
             case events.KillWorker(incarnation=incarnation, reason=reason):
@@ -154,15 +154,14 @@ class ProcessPool:
             workers=self._config.worker_slots,
             faults=fork.faults,
         )
-        # Only a GPU's memory is waited for: the kernel frees host memory faster than the next
-        # process takes it.
+        # Wait for GPU memory only: host memory is freed faster than the next process takes it.
         freed = self._freeing[slot][1] if gpu is not None and slot in self._freeing else None
         later = freed is not None or fork.job.code is not None
         if later:
             tasks.create_task(process.serve(launch, partial(self._complete, freed)))
         else:
             tasks.create_task(process.serve(launch))
-        return events.ForkAsked(slot=slot, incarnation=process.incarnation, fetches=later)
+        return events.ForkRequested(slot=slot, incarnation=process.incarnation, fetches=later)
 
     async def _complete(self, freed: asyncio.Event | None, launch: Launch) -> Launch:
         """Return the whole launch, once the GPU's memory is `freed` and the job's code is there."""
@@ -170,8 +169,12 @@ class ProcessPool:
             with suppress(TimeoutError):
                 async with asyncio.timeout(FREED_S):
                     await freed.wait()
-            # Later processes need not wait: the time is over for them too.
-            self._freeing = {slot: it for slot, it in self._freeing.items() if it[1] is not freed}
+            # After a time-out, do not make later processes of the slot wait for the same event.
+            self._freeing = {
+                slot: (pid, event)
+                for slot, (pid, event) in self._freeing.items()
+                if event is not freed
+            }
         return launch if launch.job.code is None else await self.wheels.complete(launch)
 
     def _kill(self, incarnation: Incarnation, what: str, reason: str) -> None:

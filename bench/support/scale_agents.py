@@ -159,7 +159,7 @@ class Agent:
     def reached_from(self, address: str) -> None:
         pass
 
-    def heard(self, by_master: bool) -> None:
+    def session_open(self, is_open: bool) -> None:
         pass
 
     def record(self, job_id: JobId, wish: Record) -> None:

@@ -13,7 +13,7 @@ that ended long ago are forgotten, so that the state does not grow for ever. The
 
 from oobleck.core.errors import PlanInfeasible
 from oobleck.core.messages import CheckpointSaved, Restored, SaveFailed
-from oobleck.host.detection import GATHER_WORDS_S
+from oobleck.host.detection import GATHER_REPORTS_S
 from oobleck.master.events.jobs import (
     CheckpointPublished,
     CheckpointRequested,
@@ -134,7 +134,7 @@ def first_step(context: Context, job: Job) -> Decision | None:
     if step is None and steps.furthest_in == generation:
         # Wait a little for the step's record, which has more and usually arrives with these
         # statuses.
-        step, due = steps.furthest_step, max(due, _first_step_seen_at(job) + GATHER_WORDS_S)
+        step, due = steps.furthest_step, max(due, _first_step_seen_at(job) + GATHER_REPORTS_S)
     how = transition_stats(job, context.now)
     if step is None or how is None:
         return None
@@ -173,7 +173,7 @@ def _reports_due_at(context: Context, job: Job) -> float:
     late = (worker for worker in made.plan.workers if worker not in timeline.entered)
     if not any(context.state.nodes[worker.node].connected for worker in late):
         return 0.0
-    return timeline.first_step_at + GATHER_WORDS_S
+    return timeline.first_step_at + GATHER_REPORTS_S
 
 
 def caught_up(context: Context, job: Job) -> Decision | None:

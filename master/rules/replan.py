@@ -9,7 +9,7 @@ from dataclasses import replace
 from oobleck.core.errors import PlanInfeasible
 from oobleck.core.plan import Plan
 from oobleck.core.routes import LayerLost
-from oobleck.host.detection import GATHER_WORDS_S
+from oobleck.host.detection import GATHER_REPORTS_S
 from oobleck.master.events.jobs import Cause
 from oobleck.master.events.nodes import (
     NodeDrained,
@@ -62,7 +62,7 @@ def replan(context: Context, job: Job) -> Decision | None:
     if patience and not all(questions.takes_longer(job, node) for node in missing):
         return patience
     on_the_way = job.current.on_the_way and job.state != "waiting for nodes"
-    if on_the_way and (late := _wait_for_reports(context, job, 2 * GATHER_WORDS_S)) is not None:
+    if on_the_way and (late := _wait_for_reports(context, job, 2 * GATHER_REPORTS_S)) is not None:
         return late
     live = [node for node in state.candidates(job) if state.is_ready(node, job) or node in coming]
     try:

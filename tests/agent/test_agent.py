@@ -247,7 +247,7 @@ async def test_a_worker_that_takes_no_time_is_told_of_once_and_says_nothing_to_t
         assert await agent.ended() == 0
         assert agent.process.stderr is not None
         logged = agent.process.stderr.read().splitlines()
-    (line,) = [line for line in logged if "ignored: how long a worker says" in line]
+    (line,) = [line for line in logged if "implausible compute time" in line]
     assert "0.0 s in 1 steps" in line
 
 

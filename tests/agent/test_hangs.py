@@ -5,13 +5,13 @@ from functools import partial
 import pytest
 
 from oobleck.agent.events import (
-    Asked,
-    AskStacks,
-    AskWorker,
     Assigned,
     GiveUpWorker,
+    HeartbeatRequested,
     Paused,
-    WorkerSaid,
+    RequestHeartbeat,
+    WorkerMessage,
+    WriteStacks,
 )
 from oobleck.core.ids import Generation
 from oobleck.core.messages import Alive, Committed, PhaseReached
@@ -49,7 +49,7 @@ class Trainer(Node):
                 self.say(Committed(record=record(step, step_seconds=step_seconds)))
 
     def say(self, message: object) -> None:
-        self.state.apply(WorkerSaid(incarnation=A, message=message), self.now)  # type: ignore[arg-type]
+        self.state.apply(WorkerMessage(incarnation=A, message=message), self.now)  # type: ignore[arg-type]
 
     def live(
         self,
@@ -66,15 +66,15 @@ class Trainer(Node):
             actions = self.decide()
             for action in actions:
                 match action:
-                    case AskWorker(look=look):
+                    case RequestHeartbeat(look=look):
                         letter = kernel if look else ""
-                        self.state.apply(Asked(incarnation=A, kernel=letter), self.now)
+                        self.state.apply(HeartbeatRequested(incarnation=A, kernel=letter), self.now)
                         if doing:
                             self.beats += beat
                             self.say(
                                 Alive(beats=self.beats, doing=doing, waiting=waiting, files=files)
                             )
-                    case AskStacks(since=since):
+                    case WriteStacks(since=since):
                         self.asked_stacks(since)
                     case GiveUpWorker():
                         return action

@@ -11,7 +11,7 @@ from oobleck.agent.events import (
     ChannelClosed,
     CodeFetched,
     End,
-    ForkAsked,
+    ForkRequested,
     ForkWorker,
     KillWarm,
     KillWorker,
@@ -26,7 +26,7 @@ from oobleck.agent.events import (
     WarmReady,
     WorkerExited,
     WorkerForked,
-    WorkerSaid,
+    WorkerMessage,
 )
 from oobleck.agent.reconcile import (
     CLOSED_GRACE_S,
@@ -75,7 +75,9 @@ def test_warm_process_starts_before_any_job_and_workers_wait_for_it() -> None:
     assert node.after(StartWarm(), Assigned(desired=desired())) == ()
     forks = node.after(WarmReady())
     assert [fork.slot for fork in forks if isinstance(fork, ForkWorker)] == [0, 1]
-    assert node.after(ForkAsked(slot=0, incarnation=A), ForkAsked(slot=1, incarnation=B)) == ()
+    assert (
+        node.after(ForkRequested(slot=0, incarnation=A), ForkRequested(slot=1, incarnation=B)) == ()
+    )
 
 
 def test_a_plan_goes_to_exactly_the_process_that_it_counts_on() -> None:
@@ -92,12 +94,12 @@ def test_a_plan_goes_to_exactly_the_process_that_it_counts_on() -> None:
 def test_a_plan_waits_for_the_process_that_it_counts_on_to_be_up_and_to_read_the_same() -> None:
     node = Node()
     node.after(StartWarm(), WarmReady(), Assigned(desired=desired()))
-    node.after(ForkAsked(slot=0, incarnation=A), WorkerForked(incarnation=A, pid=100))
+    node.after(ForkRequested(slot=0, incarnation=A), WorkerForked(incarnation=A, pid=100))
     wish = desired(generation=1)
     assert wish.assign is not None
     other = replace(wish, assign=replace(wish.assign, data="old"))
     assert node.after(Assigned(desired=other)) == ()
-    up = WorkerSaid(incarnation=A, message=Ready(pid=100, card="127.0.0.1:1", data="changed"))
+    up = WorkerMessage(incarnation=A, message=Ready(pid=100, card="127.0.0.1:1", data="changed"))
     assert node.after(up) == (), "it reads other data than the plan's other workers"
     same = replace(wish, assign=replace(wish.assign, data="changed"))
     assert kinds(node.after(Assigned(desired=same))) == [Assign]
@@ -178,8 +180,8 @@ def test_a_wish_for_a_checkpoint_goes_once_to_a_worker_that_has_a_plan() -> None
     node = Node()
     wish = replace(desired(), save=1)
     node.after(StartWarm(), WarmReady(), Assigned(desired=wish))
-    node.after(ForkAsked(slot=0, incarnation=A), WorkerForked(incarnation=A, pid=100))
-    ready = WorkerSaid(incarnation=A, message=Ready(pid=100, card="127.0.0.1:1"))
+    node.after(ForkRequested(slot=0, incarnation=A), WorkerForked(incarnation=A, pid=100))
+    ready = WorkerMessage(incarnation=A, message=Ready(pid=100, card="127.0.0.1:1"))
     assert node.after(ready) == (), "it does not train"
     both = replace(desired(generation=1), save=1)
     assert kinds(node.after(Assigned(desired=both))) == [Assign]
@@ -193,11 +195,11 @@ def test_a_wish_for_a_checkpoint_goes_once_to_a_worker_that_has_a_plan() -> None
 def test_the_last_words_on_checkpoints_are_kept() -> None:
     node = Node()
     node.after(StartWarm(), WarmReady(), Assigned(desired=desired(generation=1)))
-    node.after(ForkAsked(slot=0, incarnation=A), WorkerForked(incarnation=A, pid=100))
+    node.after(ForkRequested(slot=0, incarnation=A), WorkerForked(incarnation=A, pid=100))
     failed = SaveFailed(what="checkpoint", step=10, reason="no space")
     saved = [CheckpointSaved(step=s, path=f"/c/{s}", bytes=1, seconds=0.1) for s in (10, 20)]
     for message in (saved[0], failed, saved[1]):
-        node.after(WorkerSaid(incarnation=A, message=message))
+        node.after(WorkerMessage(incarnation=A, message=message))
     assert node.state.workers[A].checkpoints == (failed, saved[1])
 
 
@@ -206,20 +208,20 @@ def test_the_last_evaluations_are_kept_for_sessions_to_come() -> None:
     steps = range(1, KEPT_EVALUATIONS + 3)
     told = [Evaluated(record=evaluation(step)) for step in steps]
     for message in told:
-        assert node.after(WorkerSaid(incarnation=A, message=message)) == ()
+        assert node.after(WorkerMessage(incarnation=A, message=message)) == ()
     assert list(node.state.workers[A].evaluated) == told[2:]
 
 
 def test_each_attempt_at_measuring_goes_to_a_ready_worker_once() -> None:
     node = Node()
     node.after(StartWarm(), WarmReady(), Assigned(desired=measuring(1)))
-    node.after(ForkAsked(slot=0, incarnation=A))
+    node.after(ForkRequested(slot=0, incarnation=A))
     assert node.after(WorkerForked(incarnation=A, pid=100)) == (), "it is not ready"
-    ready = WorkerSaid(incarnation=A, message=Ready(pid=100, card="127.0.0.1:1"))
+    ready = WorkerMessage(incarnation=A, message=Ready(pid=100, card="127.0.0.1:1"))
     assert node.after(ready) == (Send(incarnation=A, message=Measure(attempt=1)),)
     assert node.after(Send(incarnation=A, message=Measure(attempt=1))) == ()
     answer = Measured(attempt=1, measurement=None, problem="none")
-    assert node.after(WorkerSaid(incarnation=A, message=answer)) == ()
+    assert node.after(WorkerMessage(incarnation=A, message=answer)) == ()
     assert node.state.workers[A].measured == (answer,)
     assert kinds(node.after(Assigned(desired=measuring(2)))) == [Measure]
     assert (
@@ -241,12 +243,12 @@ def test_a_worker_that_stands_by_measures_now_and_then() -> None:
     node.after(first, at=160.0)
     assert second not in node.after(at=225.0), "it is still at it"
     answer = Measured(attempt=1, measurement=None, alone_s=(0.1, 0.2, 0.1))
-    node.after(WorkerSaid(incarnation=A, message=answer), at=225.0)
+    node.after(WorkerMessage(incarnation=A, message=answer), at=225.0)
     # A new session is told of the last one, whatever the master says meanwhile.
     node.after(Assigned(desired=alone), at=226.0)
     assert node.state.workers[A].measured == (answer,)
     assert second in node.after(at=226.0)
-    node.after(second, WorkerSaid(incarnation=A, message=answer), at=227.0)
+    node.after(second, WorkerMessage(incarnation=A, message=answer), at=227.0)
     assert Measure not in kinds(node.after(at=286.9))
     assert Measure in kinds(node.after(at=287.0))
     node.after(Assigned(desired=desired(generation=2)), at=287.0)
@@ -259,7 +261,7 @@ def test_a_worker_with_a_plan_measures_nothing_and_its_answers_are_forgotten() -
     answer = Measured(attempt=1, measurement=None)
     node.after(
         Send(incarnation=A, message=Measure(attempt=1)),
-        WorkerSaid(incarnation=A, message=answer),
+        WorkerMessage(incarnation=A, message=answer),
     )
     node.after(Assigned(desired=desired(generation=1)))
     node.after(sent(1))
@@ -288,9 +290,9 @@ def test_a_worker_is_told_which_records_the_master_has() -> None:
 def test_a_plan_is_not_sent_before_the_worker_is_ready() -> None:
     node = Node()
     node.after(StartWarm(), WarmReady(), Assigned(desired=desired(generation=1)))
-    node.after(ForkAsked(slot=0, incarnation=A))
+    node.after(ForkRequested(slot=0, incarnation=A))
     assert node.after(WorkerForked(incarnation=A, pid=100)) == ()
-    ready = WorkerSaid(incarnation=A, message=Ready(pid=100, card="127.0.0.1:1"))
+    ready = WorkerMessage(incarnation=A, message=Ready(pid=100, card="127.0.0.1:1"))
     assert kinds(node.after(ready)) == [Assign]
 
 
@@ -308,7 +310,7 @@ def test_the_fourth_start_of_a_worker_that_keeps_ending_waits_and_the_wait_doubl
         waits.append(0.0 if at is None else at - node.now)
         node.now = at if at is not None else node.now
         assert kinds(node.after()) == [ForkWorker]
-        node.after(ForkAsked(slot=0, incarnation=A), WorkerForked(incarnation=A, pid=100))
+        node.after(ForkRequested(slot=0, incarnation=A), WorkerForked(incarnation=A, pid=100))
     assert waits == [0, 0, 1, 2, 4, 8, 16, 30, 30]
     assert kinds(node.after(WorkerExited(incarnation=A), at=node.now + 11)) == [ForkWorker], (
         "one that lived for long is replaced at once again"
@@ -317,7 +319,7 @@ def test_the_fourth_start_of_a_worker_that_keeps_ending_waits_and_the_wait_doubl
 
 def test_a_worker_that_says_it_failed_is_not_replaced_until_the_job_changes() -> None:
     node = Node().with_worker()
-    failed = WorkerSaid(incarnation=A, message=Failed(kind="user", message="no data"))
+    failed = WorkerMessage(incarnation=A, message=Failed(kind="user", message="no data"))
     assert node.after(failed, WorkerExited(incarnation=A)) == ()
     assert node.after(Assigned(desired=desired(generation=2))) == ()
     assert kinds(node.after(Assigned(desired=desired("demo-2")))) == [ForkWorker]
@@ -325,7 +327,7 @@ def test_a_worker_that_says_it_failed_is_not_replaced_until_the_job_changes() ->
 
 def test_a_worker_that_met_a_fault_of_ours_is_replaced() -> None:
     node = Node().with_worker()
-    failed = WorkerSaid(incarnation=A, message=Failed(kind="internal", message="an invariant"))
+    failed = WorkerMessage(incarnation=A, message=Failed(kind="internal", message="an invariant"))
     assert kinds(node.after(failed, WorkerExited(incarnation=A))) == [ForkWorker]
 
 
@@ -357,7 +359,7 @@ def test_a_worker_that_closes_its_channel_but_lives_is_killed() -> None:
 def test_a_worker_that_is_never_ready_is_killed() -> None:
     node = Node()
     node.after(StartWarm(), WarmReady(), Assigned(desired=desired()))
-    node.after(ForkAsked(slot=0, incarnation=A), WorkerForked(incarnation=A, pid=100))
+    node.after(ForkRequested(slot=0, incarnation=A), WorkerForked(incarnation=A, pid=100))
     assert node.after(at=READY_TIMEOUT_S - 1) == ()
     assert kinds(node.after(at=READY_TIMEOUT_S)) == [KillWorker]
 
@@ -365,7 +367,9 @@ def test_a_worker_that_is_never_ready_is_killed() -> None:
 def test_a_worker_has_as_long_however_slowly_the_jobs_code_comes() -> None:
     node = Node()
     node.after(StartWarm(), WarmReady(), Assigned(desired=desired()))
-    node.after(ForkAsked(slot=0, incarnation=A, fetches=True), WorkerForked(incarnation=A, pid=100))
+    node.after(
+        ForkRequested(slot=0, incarnation=A, fetches=True), WorkerForked(incarnation=A, pid=100)
+    )
     assert node.after(at=10 * READY_TIMEOUT_S) == ()
     assert node.after(CodeFetched(incarnation=A), at=2000.0) == ()
     assert node.wake_at() == 2000.0 + READY_TIMEOUT_S
@@ -387,7 +391,7 @@ def test_a_worker_is_told_by_when_it_is_to_be_ready(compiles: bool, most_s: floa
     (fork,) = node.after(Assigned(desired=replace(wish, job=job)), at=50.0)
     assert isinstance(fork, ForkWorker)
     assert fork.ready_by == 50.0 + most_s
-    node.after(ForkAsked(slot=0, incarnation=A), at=50.0)
+    node.after(ForkRequested(slot=0, incarnation=A), at=50.0)
     node.after(WorkerForked(incarnation=A, pid=100), at=100.0)
     assert node.after(at=fork.ready_by - 1) == ()
     assert kinds(node.after(at=fork.ready_by)) == [KillWorker]
@@ -404,7 +408,7 @@ def test_a_warm_process_that_hangs_is_killed_once_and_started_again() -> None:
 def test_a_fork_without_an_answer_means_a_hanging_warm_process() -> None:
     node = Node()
     node.after(StartWarm(), WarmReady(), Assigned(desired=desired()))
-    node.after(ForkAsked(slot=0, incarnation=A))
+    node.after(ForkRequested(slot=0, incarnation=A))
     assert kinds(node.after(at=FORK_TIMEOUT_S)) == [KillWarm]
 
 
@@ -426,7 +430,7 @@ def test_code_that_a_slot_was_ready_for_is_not_tried_again_in_the_same_job() -> 
     node = Node()
     node.after(StartWarm(), WarmReady(), Assigned(desired=desired()))
     assert passed(node) == [False]
-    node.after(ForkAsked(slot=0, incarnation=A), WorkerExited(incarnation=A))
+    node.after(ForkRequested(slot=0, incarnation=A), WorkerExited(incarnation=A))
     assert passed(node) == [False], "it was never ready"
     node.with_worker()
     node.after(WorkerExited(incarnation=A))
@@ -438,7 +442,7 @@ def test_code_that_a_slot_was_ready_for_is_not_tried_again_in_the_same_job() -> 
 def test_a_process_is_told_that_one_of_its_slot_was_replaced_in_this_job() -> None:
     node = Node().with_worker()
     said = Failed(kind="internal", message="the worker's process is replaced")
-    node.after(WorkerSaid(incarnation=A, message=said), WorkerExited(incarnation=A))
+    node.after(WorkerMessage(incarnation=A, message=said), WorkerExited(incarnation=A))
     (fork,) = (each for each in node.decide() if isinstance(each, ForkWorker))
     assert (fork.replaced, fork.slot) == (True, 0)
     node.after(Assigned(desired=desired("demo-2")))
@@ -453,7 +457,7 @@ def test_a_replacement_does_not_get_the_fault_that_ended_its_predecessor() -> No
     assert node.state.faults_for(0) == (rule,)
     node.with_worker()
     joined = PhaseReached(generation=Generation(1), phase="joined", committed_step=3)
-    node.after(WorkerSaid(incarnation=A, message=joined), WorkerExited(incarnation=A))
+    node.after(WorkerMessage(incarnation=A, message=joined), WorkerExited(incarnation=A))
     assert node.state.faults_for(0) == ()
 
 
@@ -462,7 +466,7 @@ def test_a_worker_is_told_to_hold_all_plans_that_it_entered_since_its_last_step(
     node.with_worker()
 
     def say(message: PhaseReached | Committed) -> tuple[Generation, ...]:
-        node.state.apply(WorkerSaid(incarnation=A, message=message), node.now)
+        node.state.apply(WorkerMessage(incarnation=A, message=message), node.now)
         return node.state.workers[A].also_entered
 
     def enter(generation: int) -> tuple[Generation, ...]:

@@ -184,7 +184,7 @@ def test_a_worker_has_as_long_to_get_ready_however_slowly_its_code_comes() -> No
         told = await asyncio.to_thread(worker.receive)
         worker.close()
         await serving
-        process.gone()
+        process.release()
         assert heard.fetched == [process.incarnation]
         assert isinstance(told, Launch)
         return told

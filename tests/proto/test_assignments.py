@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from oobleck.agent.connection.reports import newest_plan
-from oobleck.agent.events import Assigned, ForkAsked, Send, StartWarm, WarmReady, WorkerForked
-from oobleck.agent.events import WorkerSaid as Said
+from oobleck.agent.events import Assigned, ForkRequested, Send, StartWarm, WarmReady, WorkerForked
+from oobleck.agent.events import WorkerMessage as Said
 from oobleck.core.codec import encode
 from oobleck.core.ids import Generation, Incarnation, NodeName, WorkerId
 from oobleck.core.messages import Assign, Ready, Rendezvous, ToWorker
@@ -86,7 +86,7 @@ def test_a_worker_gets_what_the_master_decided() -> None:
     agent = Node()
     agent.state.node = NodeName("n1")
     agent.after(StartWarm(), WarmReady(), Assigned(desired=told(ASSIGN, "n1")))
-    agent.after(ForkAsked(slot=0, incarnation=B), WorkerForked(incarnation=B, pid=100))
+    agent.after(ForkRequested(slot=0, incarnation=B), WorkerForked(incarnation=B, pid=100))
     ready = Ready(pid=100, card="127.0.0.1:1", data=ASSIGN.data)
     (send,) = agent.after(Said(incarnation=B, message=ready))
     assert isinstance(send, Send)

@@ -88,7 +88,7 @@ class WorkerHandle:
         self._launch = launch
         while (message := await self._inbound.get()) is not None:
             if self._agent.process.alive:
-                self._listener.said(self.incarnation, message)
+                self._listener.received(self.incarnation, message)
         self.silent.set()
         if self._agent.process.alive:
             self._listener.channel_closed(self.incarnation)
@@ -134,15 +134,15 @@ class WorkerHandle:
         if self.trainer is not None and self._agent.process.alive:
             self._world.end_worker(self.trainer, signal=_SIGKILL)
 
-    def kernel(self) -> str:
+    def kernel_state(self) -> str:
         if self.trainer is None or not self.trainer.process.alive:
             return ""
         return "T" if self.trainer.process.stopped else "S"
 
-    def tell_stacks(self) -> None:
+    def write_stacks(self) -> None:
         pass
 
-    def gone(self) -> None:
+    def release(self) -> None:
         """Of a process that never began there is nothing else to tell of its end."""
         if self.trainer is None:
             self._said(None)

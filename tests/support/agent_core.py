@@ -4,18 +4,18 @@ from msgspec.structs import replace
 
 from oobleck.agent.events import (
     Action,
-    Asked,
-    AskStacks,
-    AskWorker,
     Assigned,
     Event,
-    ForkAsked,
+    ForkRequested,
+    HeartbeatRequested,
+    RequestHeartbeat,
     Send,
     SessionBegan,
     StartWarm,
     WarmReady,
     WorkerForked,
-    WorkerSaid,
+    WorkerMessage,
+    WriteStacks,
 )
 from oobleck.agent.reconcile import decide
 from oobleck.agent.state import NodeState
@@ -76,7 +76,7 @@ class Node:
         return tuple(decide(self.state, self.now).actions)
 
     def asked_stacks(self, since: float) -> None:
-        self.state.apply(AskStacks(incarnation=A, since=since), self.now)
+        self.state.apply(WriteStacks(incarnation=A, since=since), self.now)
         self.stacks.append(since)
 
     def after(self, *events: Event, at: float | None = None) -> tuple[Action, ...]:
@@ -90,9 +90,11 @@ class Node:
     def _answer(self) -> None:
         """Answer for the workers that they are alive."""
         for action in self.decide():
-            if isinstance(action, AskWorker):
-                self.state.apply(Asked(incarnation=action.incarnation, kernel=""), self.now)
-                said = WorkerSaid(incarnation=action.incarnation, message=IDLE)
+            if isinstance(action, RequestHeartbeat):
+                self.state.apply(
+                    HeartbeatRequested(incarnation=action.incarnation, kernel=""), self.now
+                )
+                said = WorkerMessage(incarnation=action.incarnation, message=IDLE)
                 self.state.apply(said, self.now)
 
     def _live_until(self, at: float) -> None:
@@ -108,6 +110,6 @@ class Node:
     def with_worker(self, job_id: str = "demo-1") -> "Node":
         """Put a ready worker of incarnation A into slot 0."""
         self.after(StartWarm(), WarmReady(), Assigned(desired=desired(job_id)))
-        self.after(ForkAsked(slot=0, incarnation=A), WorkerForked(incarnation=A, pid=100))
-        self.after(WorkerSaid(incarnation=A, message=Ready(pid=100, card="127.0.0.1:1")))
+        self.after(ForkRequested(slot=0, incarnation=A), WorkerForked(incarnation=A, pid=100))
+        self.after(WorkerMessage(incarnation=A, message=Ready(pid=100, card="127.0.0.1:1")))
         return self

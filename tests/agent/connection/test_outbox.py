@@ -14,7 +14,7 @@ from oobleck.core.checkpoint import folder_name
 from oobleck.core.ids import Generation, Incarnation, JobId
 from oobleck.core.job.spec import CheckpointSpec
 from oobleck.core.messages import CheckpointSaved, PeerLost, PhaseReached, Restored
-from oobleck.host.detection import GATHER_WORDS_S
+from oobleck.host.detection import GATHER_REPORTS_S
 from oobleck.proto.control_pb2 import AgentMessage
 from oobleck.proto.reports import read_report
 from oobleck.proto.types import NodeStatus, WorkerReport
@@ -99,7 +99,7 @@ def test_phases_wait_for_others_and_tell_for_how_long() -> None:
     outbox.report(reported(PhaseReached(generation=generation, phase="aborted")), 10.0)
     outbox.report(reported(PhaseReached(generation=generation, phase="transferred")), 10.125)
     assert outbox.take(10.125) == []
-    assert outbox.next_due(10.125) == 10.0 + GATHER_WORDS_S
+    assert outbox.next_due(10.125) == 10.0 + GATHER_REPORTS_S
     told = [read_report(message.report).what for message in outbox.take(10.25)]
     assert [(what.phase, what.seconds_ago) for what in told if isinstance(what, PhaseReached)] == [
         ("aborted", 0.25),

@@ -5,11 +5,11 @@ import pytest
 from oobleck.agent.connection.reports import standing_reports, status_of
 from oobleck.agent.events import (
     Assigned,
-    ForkAsked,
+    ForkRequested,
     StartWarm,
     WarmReady,
     WorkerForked,
-    WorkerSaid,
+    WorkerMessage,
 )
 from oobleck.core.ids import Generation
 from oobleck.core.messages import Committed, ComputeTime, PhaseReached, Ready
@@ -23,7 +23,7 @@ def told(*computed: ComputeTime) -> tuple[int, float]:
     node = Node().with_worker()
     for step, compute in enumerate(computed, 1):
         said = Committed(record=record(step), compute=compute)
-        node.state.apply(WorkerSaid(incarnation=A, message=said), node.now)
+        node.state.apply(WorkerMessage(incarnation=A, message=said), node.now)
     (worker,) = read_status(status_message(status_of(node.state))).workers
     return worker.compute_steps, worker.compute_s
 
@@ -46,21 +46,21 @@ def test_a_new_session_hears_which_layers_were_received_until_the_plan_is_entere
     node = Node().with_worker()
     received = PhaseReached(generation=Generation(2), phase="received", layers=(0, 1))
     entered = PhaseReached(generation=Generation(2), phase="transferred")
-    node.state.apply(WorkerSaid(incarnation=A, message=received), node.now)
+    node.state.apply(WorkerMessage(incarnation=A, message=received), node.now)
     assert [report.what for report in standing_reports(node.state)] == [received]
-    node.state.apply(WorkerSaid(incarnation=A, message=entered), node.now)
+    node.state.apply(WorkerMessage(incarnation=A, message=entered), node.now)
     assert standing_reports(node.state) == []
 
 
 def test_how_long_a_worker_took_to_be_ready_is_in_the_status() -> None:
     node = Node()
     node.after(StartWarm(), WarmReady(), Assigned(desired=desired()))
-    node.after(ForkAsked(slot=0, incarnation=A), WorkerForked(incarnation=A, pid=100))
+    node.after(ForkRequested(slot=0, incarnation=A), WorkerForked(incarnation=A, pid=100))
     (worker,) = status_of(node.state).workers
     assert worker.up_s == 0.0, "it is not ready"
     forked = node.now
     node.after(at=forked + 7.0)
-    node.after(WorkerSaid(incarnation=A, message=Ready(pid=100, card="n1:1")))
+    node.after(WorkerMessage(incarnation=A, message=Ready(pid=100, card="n1:1")))
     node.after(at=forked + 30.0)
     (worker,) = read_status(status_message(status_of(node.state))).workers
     assert worker.up_s == 7.0

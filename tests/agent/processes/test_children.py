@@ -45,7 +45,7 @@ def test_a_process_that_does_not_get_its_launch_is_ended(
             child.kill()
             process.close_theirs()
             await serving
-            process.gone()
+            process.release()
 
     with child:
         assert loops.run(run()) == -signal.SIGKILL

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import pytest
 
 from oobleck.agent.processes import children
-from oobleck.agent.processes.children import EndWatch, How
+from oobleck.agent.processes.children import EndWatch, ExitStatus
 from support import loops
 from support.waiting import PATIENCE_S
 
@@ -50,9 +50,9 @@ def has_ended(pid: int) -> bool:
     return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
-async def told(process: subprocess.Popen[str]) -> tuple[How, bool]:
+async def told(process: subprocess.Popen[str]) -> tuple[ExitStatus, bool]:
     """What a watch tells of a process that is killed now, and whether its parent knows already."""
-    found: asyncio.Future[tuple[How, bool]] = asyncio.get_running_loop().create_future()
+    found: asyncio.Future[tuple[ExitStatus, bool]] = asyncio.get_running_loop().create_future()
     watch = EndWatch(process.pid, lambda how: found.set_result((how, has_ended(process.pid))))
     await asyncio.sleep(2 * children.LOOK_S)
     assert not found.done(), "it lives"
@@ -76,11 +76,11 @@ def test_it_is_told_before_the_memory_is_freed(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize(("code", "how"), [(3, (3, None)), (0, None)])
-def test_how_one_ends_by_itself(code: int, how: How | None) -> None:
+def test_how_one_ends_by_itself(code: int, how: ExitStatus | None) -> None:
     """What ends well is left to its parent: so looks one whose first thread alone has ended."""
 
-    async def run() -> list[How]:
-        found: list[How] = []
+    async def run() -> list[ExitStatus]:
+        found: list[ExitStatus] = []
         with running(SMALL.format(code)) as process:
             watch = EndWatch(process.pid, found.append)
             assert process.stdin is not None
@@ -95,8 +95,8 @@ def test_how_one_ends_by_itself(code: int, how: How | None) -> None:
 
 
 def test_of_one_that_is_gone_or_is_not_watched_any_more_nothing_is_told() -> None:
-    async def run() -> list[How]:
-        found: list[How] = []
+    async def run() -> list[ExitStatus]:
+        found: list[ExitStatus] = []
         with running(SMALL.format(0)) as process:
             stopped = EndWatch(process.pid, found.append)
             reaped = EndWatch(process.pid, found.append)

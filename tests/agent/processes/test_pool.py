@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from oobleck.agent.config import AgentConfig
-from oobleck.agent.events import ForkAsked, ForkWorker
+from oobleck.agent.events import ForkRequested, ForkWorker
 from oobleck.agent.processes import pool as pools
 from oobleck.agent.processes.children import Complete
 from oobleck.agent.processes.pool import ProcessPool
@@ -124,7 +124,7 @@ async def after_an_early_end(gpus: tuple[Gpu, ...], ends: str) -> list[bool]:
         asked = pool.perform(fork_of(0), tasks)
         await asyncio.sleep(0.02)
         found.append(started[1].launch is not None)
-        assert isinstance(asked, ForkAsked)
+        assert isinstance(asked, ForkRequested)
         assert asked.fetches == (not found[0]), "it has as long to get ready from then on"
         pool.has_ended(8)
         if ends == "ends":
