@@ -1,4 +1,4 @@
-"""What this program costs, measured; each module says how it is run."""
+"""Benchmarks of Oobleck; each module says how it is run."""
 
 from oobleck.host.programs import refuse_older_tls
 

@@ -45,7 +45,7 @@ def job(hidden: int, layers: int, batch: int) -> dict[str, object]:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What one cost. Steps are medians."""
+    """Costs of one change. Steps are medians."""
 
     kind: str
     stall_s: float
@@ -60,13 +60,14 @@ class Change:
 
 
 def change_of(kind: str, event: Record, metrics: Sequence[Record]) -> Change:
-    """Of a `reconfigured` line, with the steps of the plans before and after."""
+    """Return the costs of the change in a `reconfigured` record, from the steps before and after
+    it."""
     generation, way_s = int(event["to_generation"]), float(event["total_s"])
     older = [line for line in metrics if line["generation"] < generation]
     newer = [line for line in metrics if line["generation"] == generation]
     planned_at = float(newer[0]["time"]) - way_s
     undisturbed = [line for line in older if float(line["time"]) < planned_at]
-    # Of the step in which the plan came, nobody knows which it is.
+    # Leave out the step in which the plan arrived: only a part of it was disturbed.
     feeding = [line for line in older if float(line["time"]) >= planned_at][1:]
     before_s = _usual_s(undisturbed[-_USUAL_STEPS:])
     after_s = _usual_s(newer[1 : 1 + _USUAL_STEPS])
@@ -99,7 +100,7 @@ class Changes:
         self._cluster.wait_step(self._job_id, reached)
 
     def one(self, kind: str, *command: str) -> Change:
-        """What the operator's command leads to."""
+        """Run the operator's command, and return the change that follows."""
         self.settle()
         known = len(self._events())
         self._cluster.oobleck(*command)

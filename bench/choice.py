@@ -48,7 +48,7 @@ class Outcome:
 
 
 def random_question(rng: random.Random) -> tuple[Profile, int, int]:
-    """Profile, nodes and micro-batches."""
+    """Draw a profile, and the numbers of nodes and micro-batches."""
     gpus = rng.choice([1, 1, 2, 4])
     layers = rng.randint(max(8, 2 * gpus), 48)
     links = Links(

@@ -25,7 +25,7 @@ SHAPES = ((64, 64, 4), (256, 128, 2), (512, 256, 2))
 
 
 class Block(nn.Module):
-    """A transformer's, as the built-in GPT has."""
+    """Transformer block like those of the built-in GPT."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Block(nn.Module):
 
 
 class Sums(nn.Module):
-    """Many cheap operations on each number: memory is what takes the time."""
+    """Layer of many cheap operations on each number, limited by memory."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Sums(nn.Module):
 
 
 class Gates(nn.Module):
-    """Several functions of each number."""
+    """Layer of several functions of each number."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ def main() -> None:
     for kind in (Block, Sums, Gates):
         for width, tokens, rows in SHAPES:
             layer = kind(width)
-            torch.compiler.reset()  # all go through one function
+            torch.compiler.reset()  # all layers share one function
             fast = partial(compiled(), layer)
             x = torch.randn(rows, tokens, width, requires_grad=True)
             first = seconds(fast, x)

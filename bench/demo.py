@@ -53,7 +53,7 @@ def job(name: str) -> dict[str, object]:
 
 @dataclass(frozen=True, kw_only=True)
 class Disturbed:
-    """What the disturbed run left behind."""
+    """Results of the disturbed run."""
 
     metrics: list[Record]
     records: list[Record]
@@ -67,7 +67,7 @@ def say(text: str) -> None:
 
 
 def progress(cluster: LocalCluster, job_id: str, until: int) -> None:
-    """Wait for a step, showing the way there."""
+    """Wait for a step, and show the progress."""
     shown = 0
     while True:
         metrics = cluster.metrics(job_id)
@@ -83,7 +83,7 @@ def progress(cluster: LocalCluster, job_id: str, until: int) -> None:
 
 
 def drawing(pipelines: list[list[Record]]) -> str:
-    """One line: which layers each node of each pipeline holds."""
+    """Format a line with the layers that each node of each pipeline holds."""
     return "   ".join(
         " > ".join(f"{s['node']}[{s['first_layer']}-{s['last_layer']}]" for s in stages)
         for stages in pipelines
@@ -130,13 +130,13 @@ def undisturbed_run(cluster: LocalCluster) -> list[Record]:
 
 
 def throughput(metrics: list[Record], generation: int) -> float:
-    """Median tokens per second of a generation; its first step includes the warm-up."""
+    """Return the median tokens per second of a generation, without its first step, a warm-up."""
     steps = [r for r in metrics if r["generation"] == generation][1:]
     return statistics.median(r["tokens"] / r["step_seconds"] for r in steps) if steps else 0.0
 
 
 def report(run: Disturbed, reference: list[Record], cores: int) -> bool:
-    """Print what happened; returns whether the losses are equal."""
+    """Print what happened; return whether the losses are equal."""
     say("\n== what happened ==")
     for record in run.records:
         what = ", ".join(
@@ -177,7 +177,7 @@ def report(run: Disturbed, reference: list[Record], cores: int) -> bool:
 
 
 def plot(run: Disturbed, reference: list[Record], path: Path) -> None:
-    """Loss and throughput over time, with the events."""
+    """Plot loss and throughput over time, with the events."""
     import matplotlib as mpl
 
     mpl.use("Agg")

@@ -7,7 +7,7 @@ On real clusters, in each of the modes of `oobleck-master --detection`:
 
 - `exit`: SIGKILL of one worker process. How long until the master has it in its journal, and until
   the last of the other agents has the new plan for its workers.
-- `stop`: SIGSTOP of one worker process, which nothing tells of. How long until the master has it in
+- `stop`: SIGSTOP of one worker process, which no event reports. How long until the master has it in
   its journal, and until the next step is committed.
 - `silent`: all packets to and from a host are dropped, in a network of namespaces (this needs
   root), of two hosts in turn. How long until the master has each in its journal.
@@ -16,11 +16,10 @@ On real clusters, in each of the modes of `oobleck-master --detection`:
 - `pause`: SIGSTOP of the master for so many seconds. Reconfigurations that follow: there must be
   none.
 
-In the mode `wan`, where all time-outs are several times as long, a fourth of the stops, hosts and
-cuts.
-A round in which anything else is lost too is told, and made again.
+The mode `wan`, whose time-outs are several times as long, has a fourth of the stops, hosts and cuts.
+A round in which anything else is lost is reported and repeated.
 
-Clocks are of this machine alone. What shares it with the cluster adds to all times.
+All clocks are this machine's, and other load on it adds to all times.
 """
 
 import argparse
@@ -44,16 +43,17 @@ from oobleck.host.detection import MODES
 _NODES = 4
 #: Steps between two disturbances, so that the next one meets a settled cluster.
 _SETTLE_STEPS = 5
-#: An agent puts the next start off where processes keep ending sooner than this.
+#: Age from which a worker that ends is restarted at once, without the agent's back-off.
 _AGED_S = QUICK_S + 0.5
-#: Silent hosts at a time, and how far apart: the job can do without both.
+#: Number of hosts silenced in one round, and the seconds between them: the job survives both
+#: losses.
 _SILENT = 2
 _APART_S = 0.35
-#: In the mode `wan` one of so many.
+#: Divisor of the number of slow rounds in the mode `wan`.
 _WAN_SHARE = 4
-#: For nodes to come back, also where an agent puts a start off.
+#: Time-out for nodes to come back, including an agent's back-off.
 _SETTLE_S = 180.0
-#: Disturbed rounds that are made again.
+#: Most disturbed rounds that are repeated.
 _MOST_DISTURBED = 10
 _ASSIGNED = re.compile(r"^(\S+)Z INFO agent\.supervisor assigned .*\bgeneration=(\d+)")
 
@@ -70,19 +70,19 @@ def job() -> dict[str, object]:
 
 
 class Watched:
-    """A cluster with a running job, and what its files say since a moment."""
+    """Cluster with a running job, and its events since the last `settle`."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
         self.job_id = cluster.submit(job())
         cluster.wait_step(self.job_id, _SETTLE_STEPS)
         self._known = 0
-        #: When each node's worker was last hit.
+        #: Time at which each node's worker was last hit.
         self._hit_at: dict[str, float] = {}
 
     def settle(self, victim: str | None = None) -> None:
-        """All nodes train, and have for some steps, the worker of `victim` long enough for its
-        agent to replace it at once."""
+        """Wait until all nodes have trained for some steps, and until the worker of `victim` is old
+        enough to be replaced at once."""
         cluster, nodes = self.cluster, set(self.cluster.agents)
         cluster.wait(
             lambda: cluster.planned(self.job_id) == nodes, "all to train", _SETTLE_S, poll_s=0.2
@@ -94,7 +94,7 @@ class Watched:
         self._known = len(cluster.events(self.job_id))
 
     def since(self, kind: str) -> list[Record]:
-        """Events of that kind since the cluster has settled."""
+        """Return the events of that kind since the cluster has settled."""
         return [e for e in self.cluster.events(self.job_id)[self._known :] if e["event"] == kind]
 
     def first(self, kind: str, what: str) -> Record:
@@ -102,7 +102,7 @@ class Watched:
         return self.since(kind)[0]
 
     def lost_at(self, node: str) -> float:
-        """Unix time at which the node was declared lost; waits for that."""
+        """Wait until the node is declared lost; return the Unix time of that."""
 
         def losses() -> list[Record]:
             return [event for event in self.since("node_lost") if event["node"] == node]
@@ -111,7 +111,7 @@ class Watched:
         return float(losses()[0]["time"])
 
     def disturbed(self, *victims: str) -> bool:
-        """Whether anything but the `victims` was lost since; says so."""
+        """Return whether anything but the `victims` was lost since then, and print it."""
         kinds = ("worker_lost", "worker_late", "node_lost", "node_reset", "node_left_out")
         lost = [event for kind in kinds for event in self.since(kind)]
         others = [event for event in lost if event["node"] not in victims]
@@ -121,7 +121,7 @@ class Watched:
         return False
 
     def committed_at(self, generation: int) -> float:
-        """Unix time of the first step of that or a later generation."""
+        """Return the Unix time of the first step of that or a later generation."""
 
         def steps() -> list[Record]:
             lines = self.cluster.metrics(self.job_id)
@@ -131,7 +131,8 @@ class Watched:
         return float(steps()[0]["time"])
 
     def told_at(self, generation: int, nodes: Sequence[str]) -> float:
-        """Unix time at which the last of the agents had that generation for its workers."""
+        """Return the Unix time at which the last of the agents had that generation for its
+        workers."""
         moments = [self._assigned_at(node, generation) for node in nodes]
         return max(moments)
 
@@ -188,13 +189,14 @@ def stops(watched: Watched, count: int) -> dict[str, list[float]]:
 
 
 def _victims(count: int) -> Iterator[str]:
-    """In turn; more than `count`, for those rounds that are made again."""
+    """Yield nodes in turn: more than `count`, since disturbed rounds are repeated."""
     rounds = count + _MOST_DISTURBED if count else 0
     return (f"n{number % _NODES + 1}" for number in range(rounds))
 
 
 def pause(watched: Watched, seconds: float) -> int:
-    """Reconfigurations after the master was stopped for so long, and the agents are back."""
+    """Stop the master for so long; return the number of reconfigurations once all agents are
+    back."""
     cluster = watched.cluster
     assert isinstance(cluster, LocalCluster), "its master runs here"
     watched.settle()
@@ -259,7 +261,7 @@ def tell(mode: str, figures: Mapping[str, Sequence[float]]) -> None:
 
 
 def quantile(ordered: Sequence[float], q: float) -> float:
-    """The nearest rank."""
+    """Return the quantile by the nearest rank."""
     return ordered[max(0, -(-int(q * 1000) * len(ordered) // 1000) - 1)]
 
 

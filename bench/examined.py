@@ -20,7 +20,7 @@ from bench.throughput import TEXT
 from oobleck.cli.cluster.doctor import Question, of_cluster
 
 WARM_UP_STEPS = 20
-#: In a round.
+#: Examinations per round.
 _LOOKS = 5
 
 
@@ -52,7 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         cluster.wait_step(job_id, WARM_UP_STEPS)
 
         def steps_of(begin: int) -> list[float]:
-            """What steps took since that one, but for the last, which may be half of each."""
+            """Return the durations of the steps since `begin`, except the last, which may belong to
+            both parts."""
             last = cluster.last_step(job_id)
             return [
                 line["step_seconds"]

@@ -31,7 +31,7 @@ from bench.support.separate import Daemons
 
 WAYS = ("process", "restore", "adopt")
 _SETTLE_STEPS = 20
-#: The next head waits so long for records that nobody has any more.
+#: Time for which the next head waits for records that may be lost.
 _RECORDS_S = 120.0
 
 
@@ -94,7 +94,8 @@ def lose_head(way: str, away_s: float, nodes: int) -> tuple[float, float, float,
             )
             if cluster.worker_pids() != workers:
                 raise SystemExit(f"{way}: workers were started anew")
-            # Two heads may have one step's record from two workers, whose times differ.
+            # Two heads may have a step's record from different workers, with different times: keep
+            # the first.
             times = {r["step"]: r["time"] for r in cluster.metrics(job_id)} | times
         finally:
             cluster.close()

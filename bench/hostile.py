@@ -1,4 +1,4 @@
-"""What somebody with credentials can do to a master and a job, at the worst.
+"""Worst effects that holders of credentials can have on a master and a job.
 
     python -m bench.hostile [--seconds 60] [--who viewer,agent] [--kinds large,streams] [--nodes 4]
 
@@ -63,7 +63,7 @@ _SETTLE_STEPS = 8
 
 @dataclass
 class Part:
-    """The figures of one attack, or of none."""
+    """Figures measured during one attack, or without any."""
 
     what: str
     loop_s: list[float] = field(default_factory=list)
@@ -80,7 +80,7 @@ def pss(pid: int) -> int:
 
 
 def first(page: tuple[str, int]) -> float:
-    """Seconds to be refused by the page of metrics."""
+    """Return the seconds until the page of metrics refuses a request."""
     begun = time.monotonic()
     with socket.create_connection(page, timeout=_ANSWER_S) as connection:
         connection.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
@@ -96,8 +96,8 @@ def call(client: MasterClient) -> float:
 
 
 def probe(page: tuple[str, int], endpoint: Endpoint, pid: int, told: Connection) -> None:
-    """Tell (kind, when, figure) until this process is ended. It and the master go before the others
-    where they may, as on machines of their own, so that what is late is the master's own doing."""
+    """Send (kind, time, figure) until this process is ended. This process and the master get
+    priority where possible, as on machines of their own, so that delays are the master's own."""
     hurry([psutil.Process(), psutil.Process(pid)])
     lock = threading.Lock()
 
@@ -125,14 +125,14 @@ def probe(page: tuple[str, int], endpoint: Endpoint, pid: int, told: Connection)
 
 
 class Kills:
-    """Kills workers of a job again and again, and sees when it goes on."""
+    """Repeated kills of a job's workers, and the times until it continues."""
 
     def __init__(self, cluster: LocalCluster, job_id: str) -> None:
         self._cluster, self._job_id = cluster, job_id
         self._victims = sorted(cluster.agents)
 
     def _is_whole(self) -> bool:
-        # By the job's file: an attacker may keep new connections of this address out.
+        # Read the job's file: an attacker may block new connections from this address.
         plans = [one for one in self._cluster.events(self._job_id) if "nodes_joined" in one]
         return not plans or plans[-1]["can_lose"] > 0
 
@@ -163,7 +163,7 @@ class Kills:
 
 
 class Samples:
-    """What the probe has told, taken at once: a pipe that is full would keep it waiting."""
+    """Samples of the probe, read by a thread at once, since a full pipe would delay the probe."""
 
     def __init__(self, told: Connection) -> None:
         self._told = told
@@ -194,7 +194,7 @@ def measure(what: str, kills: Kills, samples: Samples, goes_on: Callable[[], boo
 
 
 def credentials(who: str, folder: Path, pki: Path, address: str) -> Path:
-    """New ones of that kind, where the authority is in `pki` and its master at the address."""
+    """Make credentials of that kind by the authority in `pki`, whose master is at `address`."""
     operator = Client(folder, folder)
     operator.address, operator.credentials = address, pki / "operator"
     found = folder / f"{who}-{os.urandom(2).hex()}"

@@ -1,4 +1,4 @@
-"""What a crowd of connections that make no call costs a master, and those who do call it.
+"""Cost of many connections without calls, to a master and to its real clients.
 
     python -m bench.idle_crowd [--connections 12000] [--seconds 15] [--say nothing|hello|garbage]
 
@@ -25,7 +25,7 @@ from oobleck.host.security.credentials import read_credentials
 from oobleck.host.system.process import allow_open_files
 
 SOURCE = "127.0.0.2"
-#: After the crowd has gone: a handshake, and the time that a source is refused for.
+#: Wait after the crowd has gone: a handshake, and the time for which a source is refused.
 _AFTER_S = 18.0
 _CALL_S = 0.25
 
@@ -84,7 +84,7 @@ def crowd(port: int, count: int, seconds: float, said: bytes) -> None:
 
 
 def calls(endpoint: Endpoint, seconds: float) -> Iterator[float]:
-    """Of an operator, each on a connection of its own: seconds; infinity: it failed."""
+    """Yield the seconds of an operator's calls, each on a new connection; infinity: it failed."""
     until = time.monotonic() + seconds
     while (begun := time.monotonic()) < until:
         try:

@@ -1,4 +1,4 @@
-"""What a long life costs a master's next start: its journal after many events, read again.
+"""Cost of a master's restart after a long life: replaying a journal of many events.
 
     python -m bench.journal [--events 1000000] [--nodes 1000]
 
@@ -24,7 +24,7 @@ from oobleck.master.storage.journal import Journal
 from oobleck.master.storage.ledger import Ledger
 from oobleck.proto.types import NodeFacts
 
-#: Events that are committed together, as those of one iteration are.
+#: Events per commit, as in one iteration of the master.
 _PER_COMMIT = 10
 
 

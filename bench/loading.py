@@ -29,7 +29,7 @@ SAMPLES, SAMPLE_S = 16, 0.02
 
 
 class Slow:
-    """As a data set that fetches each sample over a network."""
+    """Data set that takes a while for each sample, as over a network."""
 
     def __len__(self) -> int:
         return 1 << 20
@@ -40,7 +40,7 @@ class Slow:
 
 
 def compute(seconds: float) -> None:
-    """Busy as a training step is: in torch, without the interpreter's lock."""
+    """Compute for so long as a training step does: in torch, without the interpreter's lock."""
     a = torch.randn(256, 256)
     end = time.perf_counter() + seconds
     while time.perf_counter() < end:
@@ -53,7 +53,7 @@ def drop_pages(path: str) -> None:
 
 
 def wait_per_step(path: str, steps: int, take: Callable[[int, int], object]) -> list[float]:
-    """Milliseconds that each step waits for rows, between computing."""
+    """Return the milliseconds that each step waits for rows."""
     waits = []
     for step in range(1, steps + 1):
         drop_pages(path)
@@ -107,7 +107,7 @@ def main() -> None:
 
 
 def samples_per_second(processes: int, steps: int) -> float:
-    """Of steps that compute for 100 ms."""
+    """Return the samples per second of steps that compute for 100 ms."""
     code = Code(name="bench.loading:Slow", group=None, path=None, arguments=NO_ARGUMENTS, ours=True)
     loaders = None
     if processes:

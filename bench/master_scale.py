@@ -49,14 +49,14 @@ from oobleck.proto import control_pb2_grpc as rpc
 from oobleck.proto.secure import open_aio_channel
 
 _STEP_S = 1.0
-#: How often the file of step records is looked at.
+#: Interval of looking at the file of step records.
 _LOOK_S = 0.002
-#: Between two calls of an operator.
+#: Pause between two calls of an operator.
 _CALL_S = 0.2
 
 
 class Master:
-    """`oobleck-master` as a process, and its address."""
+    """Process of `oobleck-master`, and its address."""
 
     def __init__(self, scratch: Path) -> None:
         self._log = scratch / "master.log"
@@ -94,7 +94,8 @@ class Master:
 
 
 class Trainer:
-    """Steps go on, whatever the master does, while all workers are in the newest plan."""
+    """Source of step records, one a second while all workers are in the newest plan, whatever the
+    master does."""
 
     def __init__(self, crowd: Crowd, metrics: Path) -> None:
         self._crowd, self._metrics = crowd, metrics
@@ -130,7 +131,7 @@ class Trainer:
                 recorded = newest
 
     def _newest(self) -> int:
-        """The last step with a whole line."""
+        """Return the last step with a complete line."""
         with self._metrics.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 4096))
             whole = file.read().rpartition(b"\n")[0]
@@ -139,7 +140,7 @@ class Trainer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bench:
-    """A master, its agents, and a job that trains."""
+    """Benchmark: a master, its agents, and a job that trains."""
 
     master: Master
     crowd: Crowd
@@ -173,7 +174,8 @@ class Bench:
         print(f"  a step's record on disk: {spread(self.trainer.recorded_s)}", flush=True)
 
     async def lose(self) -> None:
-        """A node dies; the workers next to its own see their connections closed."""
+        """Lose a node: its agent's connection ends, and workers with links to its own report a lost
+        peer."""
         crowd, before = self.crowd, self.crowd.generation
         ranks = crowd.plans[before]
         victim = random.choice(ranks[1:])
@@ -211,8 +213,9 @@ class Bench:
         await self._changes(generation)
 
     async def _changes(self, generation: int) -> None:
-        """How often the plan has changed since that generation, and why: no reason is known."""
-        # Whoever were to be found lost or stuck would be by then.
+        """Report how often the plan has changed since that generation, and why; there is no reason
+        to."""
+        # By then every node that seems lost or stuck has been declared so.
         await asyncio.sleep(Detection().return_s + Detection().stall_s)
         await self.steps(2, "after sessions began again")
         print(f"  changes of the plan: {self.crowd.generation - generation}", flush=True)
@@ -222,7 +225,7 @@ class Bench:
 
 
 def spread(seconds: Sequence[float]) -> str:
-    """Median, 99th percentile and maximum in milliseconds."""
+    """Format median, 99th percentile and maximum in milliseconds."""
     if not seconds:
         return "none"
     ordered = sorted(seconds)
@@ -236,8 +239,8 @@ def spread(seconds: Sequence[float]) -> str:
 async def sessions(
     master: Master, crowd: Crowd, begun: float, before: tuple[float, float], count: int, what: str
 ) -> None:
-    """Until so many are new since `begun`. `before`: what the master and the agents had taken of
-    a core by then."""
+    """Wait until so many sessions are new since `begun`. `before`: processor seconds of the master
+    and of the agents by then."""
     await crowd.until(lambda: len(crowd.welcomed_since(begun)) >= count, f"sessions: {what}")
     print(
         f"{what}: sessions after {spread(crowd.welcomed_since(begun))}; "
@@ -248,7 +251,7 @@ async def sessions(
 
 
 def changes(events: Path, after: int) -> Iterator[str]:
-    """The plans that came after that generation, and why."""
+    """Yield the plans after that generation, and their reasons."""
     for line in events.read_text().splitlines():
         event = json.loads(line)
         if event["event"] == "reconfigured" and event["to_generation"] > after:
@@ -256,7 +259,7 @@ def changes(events: Path, after: int) -> Iterator[str]:
 
 
 async def start_job(master: Master, operator: rpc.OperatorStub, crowd: Crowd, job: str) -> JobId:
-    """Until all agents have the first plan."""
+    """Submit the job, and wait until all agents have its first plan."""
     submitted, before_s = time.monotonic(), master.processor_s()
     request = pb.SubmitRequest(request_id=os.urandom(8).hex(), job=job)
     reply = await operator.Submit(request, timeout=60)

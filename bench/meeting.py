@@ -1,4 +1,4 @@
-"""What a change of generation costs many workers: to meet, tell where they stand, and agree.
+"""Cost of a change of generation for many workers: meeting, announcing states, agreeing.
 
     python -m bench.meeting [--workers 4,16,64,256] [--rounds 10] [--processes 4] [--layers 48]
 
@@ -50,18 +50,18 @@ from oobleck.worker.transport.tree import (
 
 HOST = "127.0.0.1"
 SECRET = b"s" * 32
-#: Stages that a pipeline has.
+#: Stages per pipeline.
 _STAGES = 8
 _MICROBATCHES = 64
 #: Numbers in a vote.
 _BALLOT = 16
-#: For all to have the order to meet.
+#: Time until all processes have the order to meet.
 _LEAD_S = 0.05
 
 
 @dataclass(frozen=True)
 class Order:
-    """Who meets, and when."""
+    """Order to meet: the members, and the time."""
 
     epoch: int
     start_at: float
@@ -73,23 +73,23 @@ class Order:
 
 @dataclass(frozen=True)
 class Told:
-    """Of one worker's part."""
+    """Figures of one worker's part in a meeting."""
 
     met_at: float
     agreed_at: float
     voted_at: float
     links_made: int
-    #: By the vote alone.
+    #: Links made during the vote.
     vote_links_made: int
     messages: int
     sent_bytes: int
-    #: Of all, and of that to draw the agreement from what was heard.
+    #: Processor seconds of the whole part, and of computing the agreement.
     processor_s: float
     agreeing_s: float
 
 
 class CountedLinks(Links):
-    """Counts what goes out, but for leaves."""
+    """Links that count outgoing frames, except those of departures."""
 
     def __init__(self) -> None:
         self.made = self.messages = self.sent_bytes = 0
@@ -112,7 +112,7 @@ class SimulatedWorker:
         self._transport: LinkTransport | None = None
 
     def _spent_s(self) -> float:
-        """By this thread, and the links' own."""
+        """Return the processor seconds of this thread and of the links' own one."""
         clock = time.pthread_getcpuclockid(self.links._traffic.thread.ident or 0)
         return time.thread_time() + time.clock_gettime(clock)
 
@@ -160,7 +160,7 @@ def member(rank: int) -> WorkerId:
 
 
 def standing_of(rank: int, layers: int) -> bytes:
-    """Of a worker that was cut off within step 101."""
+    """Return the standing of a worker that was interrupted in step 101."""
     each = -(-layers // _STAGES)
     own = range(rank % _STAGES * each, min(layers, (rank % _STAGES + 1) * each))
     state = RecoveryState(
@@ -179,14 +179,14 @@ def standing_of(rank: int, layers: int) -> bytes:
 
 
 def own_bytes() -> int:
-    """Of this process, which it shares with none."""
+    """Return the bytes of memory that this process shares with no other."""
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
     return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("Private_Dirty"))
 
 
 def serve(orders: Connection, count: int) -> None:
-    """One process with `count` workers."""
-    gc.collect()  # also writes to what is shared with the parent until then
+    """Run a process with `count` workers."""
+    gc.collect()  # once, since it writes to memory that is shared with the parent
     gc.disable()  # each worker's would look at the objects of all
     before = own_bytes()
     workers = [SimulatedWorker() for _ in range(count)]
@@ -204,7 +204,7 @@ def serve(orders: Connection, count: int) -> None:
 
 
 class Crowd:
-    """Processes with `count` workers among them."""
+    """Group of processes that together have `count` workers."""
 
     def __init__(self, count: int, processes: int) -> None:
         context = multiprocessing.get_context("fork")
@@ -224,7 +224,8 @@ class Crowd:
         self._ends[-1].recv()
 
     def meet(self, *, along_tree: bool, layers: int) -> tuple[float, list[Told], int]:
-        """When it began, what each has told, and memory of all."""
+        """Hold a meeting; return its begin, each worker's figures, and the memory of all
+        processes."""
         self._epoch += 1
         cards = tuple(card for some in self.cards for card in some)
         start_at = time.monotonic() + _LEAD_S
@@ -276,7 +277,7 @@ def main() -> None:
         "  cpu ms each  of it to agree  cpu ms root  memory KiB"
         "  vote ms  vote links"
     )
-    # The first of all decodes: msgspec does not take it well in many threads at once.
+    # Decode once here: msgspec's first decoding of a type is not safe in several threads at once.
     read_standings([member(0)], [standing_of(0, options.layers)])
     for count in map(int, options.workers.split(",")):
         for along_tree in (True, False):

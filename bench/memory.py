@@ -41,7 +41,7 @@ MOMENTUM = OptimizerSpec(name="sgd", lr=0.01, momentum=0.9)
 class Case:
     name: str
     job: JobSpec
-    #: Layers per stage, or (layers, workers), pipeline by pipeline; and micro-batches of each.
+    #: Layers of each stage, or (layers, workers), by pipeline; and each pipeline's micro-batches.
     cuts: Sequence[Sequence[int | tuple[int, int]]]
     shares: list[int]
     #: Stages of several workers keep what they gather.
@@ -53,13 +53,13 @@ class Case:
 
     @property
     def gpus(self) -> int:
-        """Most workers of a stage."""
+        """Number of workers of the largest stage."""
         return max(len(stage.workers) for p in self.plan.pipelines for stage in p.stages)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One worker; bytes."""
+    """Peak memory of one worker, in bytes."""
 
     case: str
     worker: str

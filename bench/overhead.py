@@ -67,14 +67,14 @@ def job_file(spec: JobSpec) -> dict[str, object]:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerStep:
-    """One step of one worker; times in microseconds."""
+    """Step of one worker; times in microseconds."""
 
     step: Event
-    #: Right inside of it, in order.
+    #: Spans directly inside the step, in order.
     instructions: Sequence[Event]
-    #: By name: what the vote consists of.
+    #: Durations of the parts of the vote, by name.
     vote: Mapping[str, float]
-    #: From the end of the step to the begin of the next one; None: that is not recorded.
+    #: Time from the end of the step to the begin of the next one; None: not recorded.
     to_next: float | None
 
     @property
@@ -87,7 +87,7 @@ def end_to_begin(one: Event, other: Event) -> float:
 
 
 def worker_steps(events: Iterable[Event]) -> dict[str, list[WorkerStep]]:
-    """By step, those of all workers."""
+    """Return the steps of all workers, by step."""
     tracks: dict[tuple[int, int], list[Event]] = {}
     for event in events:
         if event.get("cat") == "step":
@@ -117,7 +117,7 @@ def worker_steps(events: Iterable[Event]) -> dict[str, list[WorkerStep]]:
 
 
 def parts_ms(events: Iterable[Event]) -> tuple[float, dict[str, float]]:
-    """Milliseconds of a step, and of its parts."""
+    """Return the milliseconds of a step, and of its parts."""
     steps = list(worker_steps(events).values())
 
     def median(of: Callable[[list[WorkerStep]], float]) -> float:
@@ -147,7 +147,8 @@ def processor_s(processes: Iterable[psutil.Process]) -> float:
 
 
 def daemons_share(cluster: LocalCluster, job_id: str, steps: int) -> float:
-    """Processor time of everything but the workers, as a share of theirs, over `steps` steps."""
+    """Return the processor time of all but the workers, as a share of theirs, over `steps`
+    steps."""
     pids = set(cluster.worker_pids().values())
     workers = [psutil.Process(pid) for pid in pids]
     daemons = [p for p in cluster.processes() if p.pid not in pids]

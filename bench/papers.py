@@ -37,7 +37,7 @@ from oobleck.planner.simulate.trace import Row, Trace, trace_of
 #: Seconds between two losses.
 INTERVALS_S = {"6h": 21_600.0, "3h": 10_800.0, "1h": 3_600.0, "30m": 1_800.0, "10m": 601.2}
 NODES, LEAST = 30, 15
-#: Until the artifact's nodes are ready after time 0; its mean begins then.
+#: Time at which the artifact's nodes are ready; its mean begins then.
 READY_S = 45.0
 #: Seconds of the paper's Oobleck from a loss to the next step.
 RESTART_S = 2.0
@@ -145,7 +145,7 @@ def oobleck(one: Mapping[str, Any], interval_s: float) -> float:
 def varuna(one: Mapping[str, Any], interval_s: float) -> float:
     measured, own = one["measured"]["varuna"], one["varuna"]
     mean_step_s = one["batch"] * sum(1 / each for each in measured[:-1]) / len(measured[:-1])
-    # What the artifact calls a restart ends with a checkpoint.
+    # The artifact's restart includes a checkpoint at its end.
     costs = paused(
         0.0,
         load_s=own["restart_s"] - own["save_s"],

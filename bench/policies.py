@@ -57,7 +57,7 @@ CASES = (
     (16, 8, 16),
     (16, 8, 32),
 )
-#: ReCycle's.
+#: Example of the ReCycle paper.
 EXAMPLE = (3, 4, 6)
 MANY_LOSSES = (16, 8, 32)
 TWO_LOSSES = (3, 4, 8)
@@ -69,7 +69,7 @@ THOUSAND = (125, 8, 32)
 
 @dataclass(frozen=True, kw_only=True)
 class Rerouted:
-    #: By lost stage.
+    #: Slots of a step, by lost stage.
     slots: tuple[int, ...]
     mean_s: float
 
@@ -79,7 +79,7 @@ class Rerouted:
 
 
 def rerouted(pipelines: int, stages: int, microbatches: int, *, split: bool, kept: int) -> Rerouted:
-    """A worker of the last pipeline is lost, each in its turn."""
+    """Return the slots after the loss of each worker of the last pipeline in turn."""
     whole = equal_pipelines(pipelines, stages, microbatches)
     started = time.process_time()
     slots = tuple(
@@ -95,7 +95,7 @@ def rerouted_slots(whole: Plan, lost: Collection[WorkerId], *, split: bool, kept
 
 
 def least_slots(whole: Plan, lost_stage: int, *, split: bool, kept: int) -> int:
-    """No order of compute takes less."""
+    """Return a lower bound of the slots, for any order of compute."""
     lost = whole.pipelines[-1].stages[lost_stage].workers
     plan = reroute(whole, lost, generation=Generation(2))
     room = dict.fromkeys(plan.workers, kept)
@@ -104,7 +104,7 @@ def least_slots(whole: Plan, lost_stage: int, *, split: bool, kept: int) -> int:
 
 
 def normalised_slots(whole: Plan, lost: Collection[WorkerId], *, kept: int) -> int:
-    """Of the moves of a stage with the least load the best one."""
+    """Return the slots after the best move of a stage to a least loaded worker."""
     plan = reroute(whole, lost, generation=Generation(2))
     moves = Moves(whole, plan, layer_count)
     behind = [moves.behind(move.taken) for move in moves.by_load(MOST_SCHEDULED)[:MOST_SCHEDULED]]
@@ -114,7 +114,7 @@ def normalised_slots(whole: Plan, lost: Collection[WorkerId], *, kept: int) -> i
 
 
 def two_losses(pipelines: int, stages: int, microbatches: int) -> str:
-    """Of the same stage: by the stage."""
+    """Format the slots after two losses of the same stage, by stage."""
     case = pipelines, stages, microbatches
     whole = equal_pipelines(*case)
     lost = [
@@ -132,7 +132,8 @@ def two_losses(pipelines: int, stages: int, microbatches: int) -> str:
 
 
 def thousand(pipelines: int, stages: int, microbatches: int) -> str:
-    """Each part of the way from a loss to programs, once, with nothing remembered."""
+    """Format the processor seconds of each part of the way from a loss to programs, without
+    caches."""
     whole = equal_pipelines(pipelines, stages, microbatches)
     lost = whole.pipelines[-1].stages[stages // 2].workers
     moments = [time.process_time()]

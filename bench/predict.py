@@ -42,14 +42,14 @@ LONG = {"layers": 3, "hidden": 192, "heads": 6, "sequence_length": 384}
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One plan: what is asked for, so that this shape comes out."""
+    """Case: the job and cluster for which the planner chooses a certain plan."""
 
     name: str
     nodes: int
     model: dict[str, int]
     microbatch: int
     microbatches: int
-    #: Nodes of a pipeline at least, and losses to survive: so the shape is chosen.
+    #: Least nodes per pipeline, and losses to survive, which determine the shape.
     min_nodes: int = 1
     fault_tolerance: int = 0
     training: dict[str, Any] = field(default_factory=dict)
@@ -60,7 +60,7 @@ class Case:
             "model": self.model,
             "data": {"text": [TEXT]},
             "training": {
-                "steps": 10 * steps,  # the run is over before the job
+                "steps": 10 * steps,  # the run ends before the job
                 "global_batch": self.microbatch * self.microbatches,
                 "microbatch": self.microbatch,
                 **self.training,
@@ -101,7 +101,7 @@ class Outcome:
     shape: str
     predicted_s: float
     measured_s: float
-    #: Share of all cores that went to processes that are not the cluster's.
+    #: Share of all cores used by processes outside the cluster.
     others: float
 
     @property
@@ -110,7 +110,7 @@ class Outcome:
 
 
 def read_plan(status: Record) -> Plan:
-    """The plan in what `oobleck status JOB --json` prints."""
+    """Parse the plan in the output of `oobleck status JOB --json`."""
     drawn = status["plan"]
     return Plan.of_pipelines(
         [
@@ -137,7 +137,8 @@ def read_plan(status: Record) -> Plan:
 
 
 def shape_of(plan: Plan) -> str:
-    """`4+2 x5 | 6 x3`: the layers of each stage and the micro-batches, by pipeline."""
+    """Format the layers of each stage and the micro-batches of each pipeline, as `4+2 x5 | 6
+    x3`."""
     pipelines = " | ".join(
         "+".join(str(len(stage.layers)) for stage in pipeline.stages) + f" x{pipeline.microbatches}"
         for pipeline in plan.pipelines
@@ -146,13 +147,13 @@ def shape_of(plan: Plan) -> str:
 
 
 def busy_s() -> float:
-    """CPU seconds that all cores have spent on processes since the machine's start."""
+    """Return the CPU seconds spent on all processes since the machine's start."""
     times = psutil.cpu_times()
     return float(times.user + times.nice + times.system + times.irq + times.softirq)
 
 
 def own_s(cluster: LocalCluster) -> float:
-    """CPU seconds of the cluster's processes so far."""
+    """Return the CPU seconds of the cluster's processes so far."""
     total = 0.0
     for process in cluster.processes():
         with contextlib.suppress(psutil.NoSuchProcess):

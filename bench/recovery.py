@@ -37,9 +37,9 @@ COLUMNS = (*PHASES, "rest", "wall", "step", "beyond", "gone")
 WARM_UP_STEPS = 10
 #: Steps between two disturbances, so that the next one meets a settled cluster.
 SETTLE_STEPS = 8
-#: For nodes to come back, on a busy machine.
+#: Time-out for nodes to come back, on a busy machine.
 _RETURN_S = 180.0
-#: To have a node die in the generation that is meant: others may come between.
+#: Attempts to have a node die in the intended generation: others may come between.
 _ATTEMPTS = 3
 #: By the phase of the recovery in which a second node dies, the point of the drill that does it.
 SECOND_LOSS: Mapping[str, str] = {
@@ -66,7 +66,7 @@ def job(steps: int, fault_tolerance: int = 1) -> dict[str, object]:
 
 
 def one_kill(cluster: LocalCluster, job_id: str, victim: str) -> dict[str, float]:
-    """Kill `victim`, let it come back; returns the seconds of each phase and the totals."""
+    """Kill `victim`, and let it come back; return the seconds of each phase and the totals."""
     cluster.wait_step(job_id, cluster.last_step(job_id) + SETTLE_STEPS)
     before = len(cluster.events(job_id, "reconfigured"))
     steps = [float(r["step_seconds"]) for r in cluster.metrics(job_id)[-SETTLE_STEPS:]]
@@ -106,7 +106,8 @@ def one_kill(cluster: LocalCluster, job_id: str, victim: str) -> dict[str, float
 
 
 class TwoLosses:
-    """A cluster of which two nodes are lost, the second one in the recovery from the first."""
+    """Cluster in which two nodes are lost, the second one during the recovery from the first
+    loss."""
 
     def __init__(self, cluster: LocalCluster, job_id: str, scratch: Path) -> None:
         self._cluster = cluster
@@ -114,7 +115,7 @@ class TwoLosses:
         self._faults = scratch / "faults.json"
 
     def _planned(self, nodes: Iterable[str]) -> int:
-        """The generation, once it trains on just these nodes."""
+        """Wait until the job trains on exactly these nodes; return its generation."""
         wanted = set(nodes)
         self._cluster.wait(
             lambda: self._cluster.planned(self._job_id) == wanted,
@@ -129,7 +130,8 @@ class TwoLosses:
         self._cluster.wait_step(self._job_id, step + SETTLE_STEPS)
 
     def _stood_still(self, since: float, generation: int) -> float:
-        """Seconds until the first step of that generation, or of a newer one."""
+        """Return the seconds from `since` to the first step of that generation, or of a newer
+        one."""
 
         def steps() -> list[float]:
             lines = self._cluster.metrics(self._job_id)
@@ -139,12 +141,13 @@ class TwoLosses:
         return steps()[0] - since
 
     def one_and_two(self, victim: str, second: str, point: str) -> tuple[float, float]:
-        """Seconds from the loss of `second` to the next step, and the same of two nodes: of
-        `victim`, and of `second`, which dies at `point` of the recovery. All come back after."""
+        """Return the seconds from the loss of `second` alone to the next step, and from the loss of
+        `victim` followed by that of `second` at `point` of the recovery. Afterwards all come
+        back."""
         for _ in range(_ATTEMPTS):
             one, generation = self._one(second, dies_at=point)
             if self._planned(self._cluster.agents) != generation - 1:
-                continue  # it came back with another generation than the next
+                continue  # it came back in another generation than the next
             self._settle()
             killed_at = time.time()
             self._cluster.kill_node(victim)
@@ -159,8 +162,9 @@ class TwoLosses:
         raise ClusterError(f"{second} never came to {point} in the generation after a loss")
 
     def _one(self, node: str, dies_at: str) -> tuple[float, int]:
-        """Seconds from the loss of the node to the next step; it comes back after, to kill itself
-        at a point of the generation after the one that it returns in; the number of that."""
+        """Lose the node, and bring it back with orders to kill itself at `dies_at` of the
+        generation after its return. Return the seconds from the loss to the next step, and that
+        generation."""
         before = self._planned(self._cluster.agents)
         self._settle()
         killed_at = time.time()
@@ -234,7 +238,7 @@ def main() -> None:
 
 
 def single_losses(nodes: int, kills: int) -> list[dict[str, float]]:
-    """So many kills, one after the other."""
+    """Kill nodes one after the other; return the phases of each recovery."""
     results = []
     with LocalCluster(nodes) as cluster:
         job_id = cluster.submit(job(steps=100_000))

@@ -35,15 +35,15 @@ from oobleck.core.schedules import Schedule
 from oobleck.planner.programs.compiler.schedule import splits_backward
 
 Kind = Literal["backward", "forward", "weight", "ahead"]
-#: By priority.
+#: Kinds of work, by priority.
 KINDS: Sequence[Kind] = ("backward", "forward", "weight", "ahead")
-#: Of each worker's loss, evenly over a step.
+#: Number of moments at which each worker is lost, evenly spaced over a step.
 MOMENTS = 12
 SCHEDULES: Sequence[Schedule] = ("1f1b", "zb-h1")
 
 
 class Work(NamedTuple):
-    """Of a micro-batch at a stage. `ahead` is the forward of the stage on the worker before."""
+    """Work on a micro-batch at a stage. `ahead`: the stage's forward, on the previous worker."""
 
     kind: Kind
     microbatch: int
@@ -75,15 +75,15 @@ def step(
     ahead: bool = False,
     summed: Set[Work] = frozenset(),
 ) -> Tasks:
-    """A step of a pipeline whose stages these workers run. `summed`: backwards whose weight
-    gradients are there already; a micro-batch goes no further back than to the lowest stage that
-    lacks its own."""
+    """Return the tasks of a step of a pipeline whose stages these workers run. `summed`: backwards
+    whose weight gradients are summed already; a micro-batch's backward ends at the lowest stage
+    that lacks its gradient."""
     stages, tasks = len(workers), dict[Work, Task]()
     for m in range(microbatches):
         lowest = min(s for s in range(stages) if Work("backward", m, s) not in summed)
         for s, worker in enumerate(workers):
             forward, backward = Work("forward", m, s), Work("backward", m, s)
-            # The first stage has no input gradient that anybody waits for.
+            # Nobody waits for an input gradient of the first stage.
             two = split and s > 0
             before = m - (stages if split else stages - s)
             last = [Work(kind, before, s) for kind in ("weight", "backward", "forward")]
@@ -104,8 +104,8 @@ def step(
 
 
 def schedule(tasks: Tasks, ends: Mapping[Work, int] | None = None, now: int = 0) -> Spans:
-    """When each task is computed, as soon as may be from `now` on. `ends`: of those that are done,
-    or are being computed."""
+    """Return when each task is computed, as soon as possible from `now` on. `ends`: ends of tasks
+    that are done or under way."""
     known = ends or {}
     spans = dict[Work, Span]()
     running = [(end, work) for work, end in known.items() if end > now]
@@ -152,7 +152,7 @@ def makespan(spans: Spans) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Loss:
-    """The worker of a stage is lost at a moment of a step that goes as `spans`."""
+    """Loss of a stage's worker at a moment of a step whose tasks run as in `spans`."""
 
     stages: int
     microbatches: int
@@ -162,7 +162,7 @@ class Loss:
 
     @property
     def workers(self) -> Sequence[int]:
-        """Of the stages, from then on."""
+        """Worker of each stage from then on."""
         own = list(range(self.stages))
         own[self.stage] = own[self.stage - 1]
         return own
@@ -180,7 +180,8 @@ class Loss:
         return self.at + makespan(schedule(left))
 
     def going_on(self) -> int:
-        """What is computed ahead of other stages ends with the loss."""
+        """Return the slots if the others continue; forwards ahead of other stages stop at the
+        loss."""
         over = {work: span.end for work, span in self.spans.items() if span.end <= self.at}
         ends = {
             work: span.end
@@ -197,13 +198,13 @@ class Loss:
         return makespan(schedule(tasks, ends, self.at))
 
     def _without_messages(self, task: Task, over: Collection[Work]) -> Task:
-        """What the lost worker has sent is there."""
+        """Return the task without its dependencies on messages that the lost worker has sent."""
         left = [work for work in task.after if work.stage != self.stage or work not in over]
         return replace(task, after=tuple(left))
 
 
 def losses(spans: Spans, stages: int, microbatches: int) -> Iterator[Loss]:
-    """Of each worker at each moment."""
+    """Yield the loss of each worker at each moment."""
     length = makespan(spans)
     for stage in range(stages):
         for moment in range(MOMENTS):
@@ -235,7 +236,7 @@ def row(stages: int, microbatches: int) -> Iterator[str]:
 
 
 def _cost(name: Schedule, stages: int, microbatches: int) -> int:
-    """Slots that forwards ahead add to a step."""
+    """Return the slots that forwards ahead add to a step."""
     split = splits_backward(name)
     ahead = step(range(stages), microbatches, split=split, ahead=True)
     return makespan(schedule(ahead)) - no_loss(name, stages, microbatches)
@@ -251,6 +252,6 @@ BELOW = (
 
 
 def table(cases: Iterable[tuple[int, int]]) -> Iterator[str]:
-    """By stages and micro-batches."""
+    """Yield the lines of the table, for each number of stages and micro-batches."""
     for cells in (HEADS, BELOW, *(tuple(row(*case)) for case in dict.fromkeys(cases))):
         yield "".join(f"{cell:>10}" for cell in cells)

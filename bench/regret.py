@@ -140,7 +140,7 @@ def guarantee(last: Answer, most: int) -> int:
 
 
 def examine(seed: int) -> Outcome:
-    """Raises PlanInfeasible where the model needs more nodes."""
+    """Return the ratios of one case. Raise PlanInfeasible if the model needs more nodes."""
     case = Cluster(seed)
     before = case.first(case.names, 1)
     change = case.change(before, before, case.left)

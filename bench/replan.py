@@ -49,7 +49,7 @@ def job_spec(microbatches: int) -> JobSpec:
 
 
 def memory_per_worker(spec: JobSpec, workers: int) -> int:
-    """So much that a bit less than three nodes hold the model."""
+    """Return the memory with which slightly less than three nodes hold the model."""
     profile = estimate_profile(spec, gpus_per_node=workers, memory_per_worker_bytes=1 << 40)
     states = sum(layer.state_bytes for layer in profile.layers)
     in_flight = sum(layer.activation_bytes for layer in profile.layers) * NODES_PER_PIPELINE
@@ -57,7 +57,7 @@ def memory_per_worker(spec: JobSpec, workers: int) -> int:
 
 
 class Cluster:
-    """A master's state: nodes that are all ready, and a job that has committed a step."""
+    """State of a master with nodes that are all ready, and a job that has committed a step."""
 
     def __init__(self, count: int, workers: int, microbatches: int = 16) -> None:
         self.spec = job_spec(microbatches=microbatches * count)
@@ -91,7 +91,7 @@ class Cluster:
 
 
 def compile_ms(plan: Plan, spec: JobSpec) -> float:
-    """Processor time of the slowest of a few workers, the busiest included."""
+    """Return the processor time of the slowest of a few workers, including the busiest."""
     passed = Counter(w for route in plan.routes for hop in route.hops for w in hop.workers)
     taken = []
     for worker in dict.fromkeys([*(w for w, _ in passed.most_common(2)), *plan.workers[:2]]):
@@ -108,7 +108,7 @@ def replan_ms(
     wanted: RecoveryPolicy,
     show: Callable[[str], None],
 ) -> tuple[float, float, float, Plan]:
-    """The first one, the median, the median of the processor's time, and the last plan."""
+    """Return the first time, the median, the median of processor times, and the last plan."""
     wall, processor, plans = [], [], list[Plan]()
     for live in changes:
         begun = time.perf_counter(), time.process_time()

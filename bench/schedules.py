@@ -139,7 +139,7 @@ def job(microbatches: int, steps: int) -> JobSpec:
 
 
 def measured_layers(spec: JobSpec) -> tuple[LayerProfile, ...]:
-    """Runs in a process of its own."""
+    """Measure the layers. Runs in a process of its own."""
     import torch
 
     from oobleck.worker.profiling.measure_layers import measure_layers
@@ -151,7 +151,7 @@ def measured_layers(spec: JobSpec) -> tuple[LayerProfile, ...]:
 
 
 def measured_profile(spec: JobSpec) -> Profile:
-    """The least of each time, over several processes that measure two at a time."""
+    """Return a profile of the least times, over several processes that measure two at a time."""
     with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
         found = list(pool.map(measured_layers, [spec] * PROFILES))
     guess = estimate_profile(spec, gpus_per_node=1, memory_per_worker_bytes=1 << 40)
@@ -204,7 +204,7 @@ def measured(rounds: int, steps: int) -> None:
 @dataclass(frozen=True, kw_only=True)
 class Found:
     plan: Plan
-    #: Of each round.
+    #: Seconds of steps, by schedule and round.
     seconds: dict[Schedule, list[list[float]]]
 
 
@@ -221,7 +221,7 @@ def measured_steps(director: Any, warm: Any, spec: JobSpec, rounds: int, steps: 
             cluster.assign(plan, boundary=number > 0)
 
             def of_this_plan(generation: Generation = generation) -> list[float]:
-                # The first step of a generation comes with connecting.
+                # Leave out the first step of a generation, which includes connecting.
                 return [
                     max(record.step_seconds for record in records)
                     for _, records in sorted(cluster.records.items())

@@ -1,4 +1,4 @@
-"""How well `oobleck simulate` foretells a real cluster.
+"""How well `oobleck simulate` predicts a real cluster.
 
     python -m bench.simulated [--events 32] [--nodes 5] [--mb-per-s 100] [--every 9] [--seed 1]
 
@@ -85,13 +85,13 @@ def trace(nodes: int, events: int, every_s: float, seed: int) -> list[Event]:
 
 
 def play(cluster: NetCluster, job_id: str, wanted: Sequence[Event]) -> tuple[float, list[Event]]:
-    """Do to the cluster what the trace says. Return the Unix time of its begin, and what happened
-    when."""
+    """Play the trace on the cluster. Return the Unix time of its begin, and the events with their
+    real times."""
     begun, happened = time.time(), list[Event]()
     for event in wanted:
         time.sleep(max(0.0, begun + event.at_s - time.time()))
         if event.what == "remove":
-            # There are no checkpoints: a loss has to find the state in two places.
+            # Without checkpoints, each layer needs two holders before a loss.
             cluster.wait(lambda: cluster.status(job_id)["can_lose"] > 0, "a plan that can lose one")
             at_s = time.time() - begun
             cluster.kill_node(event.node)
@@ -111,7 +111,7 @@ def _is_live(cluster: NetCluster, node: str) -> bool:
 def simulate(
     folder: Path, nodes: int, happened: Sequence[Event], until_s: float, costs: Mapping[str, float]
 ) -> dict[str, Any]:
-    """Return what `oobleck simulate` says of the trace until then."""
+    """Return the result of `oobleck simulate` for the trace until `until_s`."""
     path = folder / "trace.csv"
     with path.open("w") as file:
         rows = csv.writer(file)
@@ -202,7 +202,7 @@ def main() -> None:
 
 
 def stood_s(change: Record) -> float:
-    """The standstill before a plan's first step."""
+    """Return the standstill before a plan's first step."""
     if change["boundary"]:
         return change["stall_s"] or 0.0
     phases = change["phases"].items()

@@ -21,7 +21,7 @@ from bench.support.goodput import Span, report
 from bench.support.netcluster import NetCluster
 from bench.support.network import unusable
 
-#: How soon after another one a fault comes that is to strike its recovery, at most.
+#: Longest delay of a fault that strikes during the recovery from another one.
 _SOON_S = 0.4
 
 
@@ -47,7 +47,7 @@ class Soak:
         self._drill = drill
         self._draw = random.Random(seed)
         self._share = compound
-        #: Faults so far that did.
+        #: Number of faults so far that struck during a recovery.
         self.compound = 0
         # Two losses at once may be one more than the plan survives.
         self._have_checkpoint()
@@ -60,7 +60,8 @@ class Soak:
         )
 
     def strike(self) -> Struck:
-        """One fault at random, sometimes in the middle of a recovery; until all is whole again."""
+        """Strike once at random, sometimes during a recovery, and wait until the cluster is whole
+        again."""
         draw, cluster = self._draw, self._drill.cluster
         fault = FAULTS[draw.choice(sorted(FAULTS))]
         node, other = draw.sample(sorted(self._drill.nodes), 2)
@@ -73,7 +74,7 @@ class Soak:
 
 
 def intervals(draw: random.Random, mtbf_s: float, for_s: float) -> Iterator[float]:
-    """Seconds from the begin at which failures come."""
+    """Yield the times of failures, in seconds from the begin."""
     at_s = draw.expovariate(1 / mtbf_s)
     while at_s < for_s:
         yield at_s

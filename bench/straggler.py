@@ -1,4 +1,4 @@
-"""What is left of the speed when a worker becomes slow, or is lost, where cores are short.
+"""Remaining speed after a worker becomes slow or is lost, on a machine with few cores.
 
     python -m bench.straggler [--runs 3] [--cores 0.5] [--slow 0.25] [--seconds 30]
     python -m bench.straggler --noise 60
@@ -41,11 +41,11 @@ _SAMPLES = 32
 #: Seconds after a worker's pace has changed, within which the job has to have answered.
 _ANSWERED_S = 10.0
 _HEALED_S = 25.0
-#: The speed after a run may be so much off the speed before it.
+#: Largest relative difference of the speeds before and after a run.
 _DRIFT = 0.1
-#: A job has settled when no plan was made for so long.
+#: Time without a new plan after which a job has settled.
 _SETTLED_S = 20.0
-#: Of a burst of load, and of the pause after it: on average.
+#: Mean durations of a burst of load, and of the pause after it.
 _BURST_S = 5.0
 
 
@@ -75,7 +75,7 @@ TARGETS = {
 
 
 class Watched:
-    """One job whose workers are throttled, by the times of its commits and events."""
+    """Job whose workers are throttled, watched by the times of its commits and events."""
 
     def __init__(
         self, cluster: LocalCluster, job_id: str, throttles: Mapping[str, Throttle]
@@ -92,14 +92,14 @@ class Watched:
         self.cluster.wait(quiet, "some time without another plan", poll_s=0.5)
 
     def usual_speed(self, seconds: float) -> float:
-        """`speed`, before anything happens. Ends the program where it is too little."""
+        """Return the undisturbed `speed`. End the program if it is too low."""
         if not (found := self.speed(seconds)):
             raise SystemExit(f"no two steps in {seconds:g} s: give more --seconds")
         return found
 
     def speed(self, seconds: float) -> float:
-        """Samples a second from the first to the last step that is committed in so much time from
-        now on; 0: fewer than two are."""
+        """Return the samples per second from the first to the last step committed in the next
+        `seconds`; 0: fewer than two."""
         since = time.time()
         time.sleep(seconds)
         times = [
@@ -112,7 +112,7 @@ class Watched:
         return _SAMPLES * (len(times) - 1) / (times[-1] - times[0])
 
     def answers(self, cause: str, since: float) -> list[float]:
-        """After how many seconds plans made for this had their first step."""
+        """Return the seconds until the first step of each plan made for `cause`."""
         events = self.cluster.events(self.job_id, "reconfigured")
         times = [float(event["time"]) for event in events if event["cause"] == cause]
         return [time - since for time in times if time >= since]
@@ -120,8 +120,8 @@ class Watched:
 
 @contextlib.contextmanager
 def watched(options: argparse.Namespace) -> Iterator[Watched]:
-    """A job on a cluster of its own, that has settled under the quota. In the end it says how its
-    plans changed."""
+    """Yield a job on a new cluster, settled under the quota. Print its changes of plan at the
+    end."""
     with LocalCluster(4) as cluster:
         job_id = cluster.submit(job(options.policy))
         cluster.wait_step(job_id, 5)
@@ -155,7 +155,7 @@ def job(policy: str) -> dict[str, object]:
 
 
 def slowed_down(options: argparse.Namespace) -> dict[str, float]:
-    """By the names of targets."""
+    """Measure once; return the figures by the names of targets."""
     with watched(options) as watch:
         throttles = watch.throttles
         before = watch.usual_speed(options.seconds)
@@ -173,7 +173,7 @@ def slowed_down(options: argparse.Namespace) -> dict[str, float]:
         found = {
             "of_bound": during / bound,
             "answered": min(watch.answers("worker slow", cut), default=math.inf),
-            # In parts, perhaps: the last one heals.
+            # There may be several plans; the last one completes the return.
             "healed": max(watch.answers("worker well", healed), default=math.inf),
         }
         print(
@@ -190,7 +190,7 @@ def slowed_down(options: argparse.Namespace) -> dict[str, float]:
 
 
 def lost(options: argparse.Namespace) -> dict[str, float]:
-    """By the names of targets."""
+    """Measure once; return the figures by the names of targets."""
     with watched(options) as watch:
         cluster, node = watch.cluster, _VICTIM.partition("/")[0]
         before = watch.usual_speed(options.seconds)
@@ -203,7 +203,7 @@ def lost(options: argparse.Namespace) -> dict[str, float]:
 
 
 def noise(options: argparse.Namespace) -> None:
-    """Bursts and pauses are drawn, the same in every run."""
+    """Train beside bursts of load, drawn the same in every run."""
     draws = random.Random(0)
     with watched(options) as watch:
         cluster, job_id = watch.cluster, watch.job_id

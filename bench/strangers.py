@@ -32,7 +32,7 @@ from oobleck.worker.transport.links.hub import Links
 HOST = "127.0.0.1"
 SECRET = b"s" * 32
 _PROCESSES = 2
-#: Have the kernel keep nothing of a connection that is closed.
+#: SO_LINGER: have the kernel forget a closed connection at once.
 _NO_LINGER = struct.pack("ii", 1, 0)
 _MOST_STAYING = 20_000
 _GAP_S = 0.05
@@ -45,13 +45,13 @@ def compute() -> None:
 
 
 def worker(orders: Connection, busy: bool) -> None:
-    """Meet whoever comes, once for each order; tell the processor time so far."""
+    """Hold a meeting for each order; send the processor time so far."""
     links = Links(HOST, silence_s=60)
     if busy:
         threading.Thread(target=compute, daemon=True).start()
     orders.send(links.card.text)
     while (epoch := orders.recv()) is not None:
-        links.favour(epoch, [links.card])  # as a worker that has the plan's cards
+        links.favour(epoch, [links.card])  # as workers do, with the cards of the plan
         transport = LinkTransport(links, epoch, SECRET, 0, 2)
         orders.send(time.process_time())
         transport.meet(links.card, {1}, b"", lambda: None)
@@ -62,7 +62,7 @@ def worker(orders: Connection, busy: bool) -> None:
 def strangers(
     card: Card, source: str, rate: float, stay_s: float, came: "Synchronized[int]"
 ) -> None:
-    """Keep connecting, so many a second, until this process is ended."""
+    """Connect `rate` times a second until this process is ended."""
     allow_open_files()
     begun, count = time.monotonic(), 0
     staying: deque[tuple[float, socket.socket]] = deque()
@@ -99,7 +99,7 @@ def measure(card: Card, orders: Connection, first: int, seconds: float, what: st
             try:
                 transport.meet(card, {0}, b"", lambda: None)
                 break
-            except TransportError:  # not to be reached: a job would take its host for cut off
+            except TransportError:  # unreachable: in a job its host would count as cut off
                 failed += 1
                 links.close()
                 links = Links(HOST, silence_s=60)

@@ -26,7 +26,7 @@ from oobleck.worker.transport.links.hub import Links
 SIZES = (64, 4 << 10, 64 << 10, 1 << 20, 4 << 20, 64 << 20)
 HOST = "127.0.0.1"
 TURNS = 5
-#: Sums in a turn: so many bytes, within these bounds.
+#: Bytes summed per turn, and bounds of the number of sums.
 _TURN_BYTES, _LEAST, _MOST = 32 << 20, 2, 40
 
 Sum = Callable[[torch.Tensor], None]
@@ -56,7 +56,8 @@ KINDS: dict[str, Callable[[int, int, TCPStore], Sum]] = {"gloo": over_gloo, "lin
 
 
 def work(rank: int, count: int, port: int, results: "multiprocessing.Queue[Any]") -> None:
-    """One process: the median time of a sum and its processor time, ms, by kind and size."""
+    """Run one process; send the median wall and processor milliseconds of a sum, by kind and
+    size."""
     torch.set_num_threads(1)
     store = TCPStore(HOST, port, is_master=rank == 0, wait_for_workers=False)
     sums = {kind: make(rank, count, store) for kind, make in KINDS.items()}
@@ -83,7 +84,7 @@ def work(rank: int, count: int, port: int, results: "multiprocessing.Queue[Any]"
     results.put((rank, figures))
     results.close()
     results.join_thread()
-    time.sleep(3600)  # until all are ended: who ends by itself ends others' links
+    time.sleep(3600)  # until it is killed: an earlier end would close others' links
 
 
 def main() -> None:

@@ -81,7 +81,7 @@ SIZES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """One way to put the model on workers: ours, and what it is compared with."""
+    """Way to put the model on workers: our plans, and the baselines to compare them with."""
 
     ours: Mapping[str, Plan]
     theirs: Mapping[str, Baseline]
@@ -147,7 +147,7 @@ def shapes(job: JobSpec) -> dict[str, Shape]:
 
 
 def uneven(count: int) -> list[int]:
-    """Micro-batches of a pipeline of two workers and of one of three."""
+    """Return the micro-batches of a pipeline of two workers and of one of three."""
     short = round(count * 2 / 5)
     return [short, count - short]
 
@@ -166,13 +166,13 @@ def contenders(shape: Shape, job: JobSpec) -> Iterator[dict[str, Contender]]:
 
 
 def planes(job: JobSpec) -> dict[str, JobSpec]:
-    """Over sealed links, and over open ones."""
+    """Return the job with sealed links, and with open ones."""
     names: tuple[DataPlane, DataPlane] = ("sealed", "clear")
     return {name: replace(job, data_plane=name) for name in names}
 
 
 def owners(job: JobSpec) -> dict[str, JobSpec]:
-    """The same model as a user brings it, and as it is built in."""
+    """Return the job with the model as a user brings it, and with the built-in one."""
     model = job.model
     assert isinstance(model, ModelSpec)
     own = OwnModelSpec(
@@ -194,14 +194,14 @@ def owners(job: JobSpec) -> dict[str, JobSpec]:
 
 
 def sums(job: JobSpec) -> dict[str, JobSpec]:
-    """Gradients are sent in full, and in half of the bytes."""
+    """Return the job with gradients sent in full, and rounded to half of the bytes."""
     rounded = replace(job.training, gradient_sums="bf16")
     return {"full": job, "bf16": replace(job, training=rounded)}
 
 
 @contextlib.contextmanager
 def pairs(shape: Shape, jobs: Mapping[str, JobSpec]) -> Iterator[dict[str, Contender]]:
-    """Each of our plans twice, with one job and with the other."""
+    """Yield each of our plans twice, with one job and with the other."""
     with contextlib.ExitStack() as stack:
         warm = stack.enter_context(engine().WarmWorkers())
         yield {
@@ -217,7 +217,7 @@ def pairs(shape: Shape, jobs: Mapping[str, JobSpec]) -> Iterator[dict[str, Conte
 def report_pairs(
     shape: Shape, kinds: Sequence[str], turns: Mapping[str, list[Turn]]
 ) -> list[dict[str, object]]:
-    """Print what the first kind costs each plan beside the second; returns its rows as data."""
+    """Print the cost of the first kind beside the second for each plan; return the rows as data."""
     rows: list[dict[str, object]] = []
     for name in shape.ours:
         first, second = (turns[f"{name}, {kind}"] for kind in kinds)
@@ -242,7 +242,7 @@ def report_pairs(
 
 
 def report(shape: Shape, turns: Mapping[str, list[Turn]]) -> list[dict[str, object]]:
-    """Print the table of one shape; returns its rows as data."""
+    """Print the table of one shape; return its rows as data."""
     rows: list[dict[str, object]] = []
     reference = turns["one process"]
     print(

@@ -22,7 +22,7 @@ from oobleck.planner.recovery.uneven.candidates import candidates, staying_s
 
 PIPELINES, STAGES, MICROBATCHES, LAYERS = 3, 4, 8, 12
 RULES = ("reshare", "partial reroute", "recut")
-#: What it says, and the slow workers: pipeline, stage, rate.
+#: Description, and the slow workers: pipeline, stage, rate.
 CASES: Sequence[tuple[str, Sequence[tuple[int, int, float]]]] = (
     ("one at 1/2", [(1, 1, 0.5)]),
     ("three at 1/2", [(0, 0, 0.5), (1, 1, 0.5), (2, 2, 0.5)]),
@@ -31,7 +31,8 @@ CASES: Sequence[tuple[str, Sequence[tuple[int, int, float]]]] = (
 
 
 def profile() -> Profile:
-    """A stage's forward takes a second, as its input gradient and its weight gradients do."""
+    """Return a profile in which a stage's forward, input gradient and weight gradients each take a
+    second."""
     layers = tuple(
         LayerProfile(
             name=f"layer{number}",
@@ -71,7 +72,8 @@ def pipelines() -> Plan:
 
 
 def relative(slow: Sequence[tuple[int, int, float]]) -> tuple[dict[str, float], float]:
-    """The step of each answer over one without slow workers, `nothing` included; and the bound."""
+    """Return the step of each answer, including `nothing`, relative to one without slow workers;
+    and the bound."""
     plan, costs = pipelines(), profile()
     now = Situation(
         running=plan,

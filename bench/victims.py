@@ -42,7 +42,7 @@ def drawn(rows: Sequence[Row], seed: int) -> Iterator[Row]:
             name = f"drawn-{number}"
             live.append((name, row.time_s))
         elif row.event == "remove":
-            # One that comes at this time is not lost at once.
+            # A node that arrives at this time is not lost at once.
             before = [index for index, (_, since) in enumerate(live) if since < row.time_s]
             name, _ = live.pop(rng.choice(before or range(len(live))))
         else:

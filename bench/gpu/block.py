@@ -48,9 +48,9 @@ class Rates:
     """Rates of a block."""
 
     flops_per_s: float
-    #: Of an update, counting its whole state once.
+    #: Bytes of the whole state per second of an update.
     update_bytes_per_s: float
-    #: To host memory, of the state that a checkpoint has.
+    #: Bytes per second of a checkpoint's state to host memory.
     snapshot_bytes_per_s: float
 
 

@@ -31,16 +31,16 @@ from oobleck.worker.transport.nccl.group import Aborts, GroupMaker, Identifiers,
 Kind = Literal["send", "receive", "sum"]
 #: Operations under way at once, from the first process's side.
 _PENDING: tuple[Kind, ...] = ("receive", "send", "sum") * 2
-#: For the abort of operations with a lost peer, as in a network that does not answer.
+#: Time-out of the abort of operations with a lost peer, whose network does not answer.
 _ABORTED_S = 20.0
 _DONE_S = 30.0
-#: As the transport waits.
+#: Polling as in the transport: for so long without a pause, then with this one.
 _EAGER_S, _PAUSE_S = 0.0005, 0.0001
 _PINGS, _RATED = 200, 8
-#: For pending operations to show that their peer is gone, and for groups to end.
+#: Time-outs for pending operations to show that their peer is gone, and for groups to end.
 _NOTICED_S, _RELEASED_S = 2.0, 10.0
 RECOVERIES = 20
-#: As many as a worker of a large plan is in.
+#: Number of groups: those of a worker in a large plan.
 GROUPS = 20
 STEPS = 20
 
@@ -102,7 +102,7 @@ class Member:
         return torch.ones(size, device=self.place)
 
     def free(self) -> int:
-        """Return the bytes of the device that nobody has."""
+        """Return the free bytes of the device."""
         if self.place.type != "cuda":
             return 0
         torch.cuda.empty_cache()

@@ -28,16 +28,16 @@ from oobleck.worker.runtime.random import RowKeys
 from oobleck.worker.state.model_state import ModelState
 from oobleck.worker.step.stage import StageRunner
 
-#: Forked at once, as an agent does for a node of so many workers.
+#: Number of workers forked at once, as for a node with so many.
 _FORKS = 4
 _DRIVER = "/dev/nvidia"
-#: The memory of a killed process is free, well, after the first; an agent reports the host as sick
-#: after the second.
+#: Time until the memory of a killed process is free: the target; and the limit, after which an
+#: agent reports the host as sick.
 _FREE_S, FREED_S = 5.0, 30.0
 _KILLED_S = 1.0
 _MICROBATCHES = 2
-#: Difference of two gradients, in parts of the largest number, by rounding sums in another order to
-#: bfloat16.
+#: Largest difference of two gradients, relative to the largest number, that another order of sums
+#: in bfloat16 explains.
 _ROUNDING = 0.02
 #: Bytes that no device has.
 _TOO_MUCH = 1 << 60
@@ -106,7 +106,7 @@ class Started(msgspec.Struct, frozen=True, kw_only=True):
     """Start of a process on a device."""
 
     context_s: float
-    #: Of the first product, beyond that.
+    #: Further seconds until the first product.
     product_s: float
     #: Memory of the device that is taken beside torch's.
     beside_bytes: int
@@ -337,7 +337,7 @@ def apart(some: Sequence[Tensor], others: Sequence[Tensor]) -> float:
         for one, other in zip(some, others, strict=True)
         if not torch.equal(one, other)
     ]
-    # max() would pass over what is not a number.
+    # max() ignores NaN.
     return float("nan") if any(each != each for each in found) else max(found, default=0.0)
 
 
@@ -370,7 +370,7 @@ def judge_backwards(device: str, *, again: float, split: float, recomputed: floa
 
 
 def syncs(devices: Sequence[str]) -> Iterator[Finding]:
-    """Check that the host does not wait for the GPU within a micro-batch."""
+    """Check that the host never waits for the GPU within a micro-batch."""
     place = torch.device(devices[0])
     model = _Whole(place)
     model.train()  # what is done once is done

@@ -153,7 +153,7 @@ def judge_kills(
 ) -> Finding:
     """Judge the losses of each job, and the changes of its plan."""
     pairs = [pair for job in losses for pair in zip(expected, job, strict=False)]
-    # No comparison of a loss that is not a number holds.
+    # NaN must be the maximum, although comparisons with it are False.
     apart = max((abs(a - b) / abs(a) for a, b in pairs), key=lambda far: (far != far, far))
     if any(len(job) != len(expected) for job in losses) or not apart <= _SAME:
         what = f"losses of a job in fp64 differ from a CPU's by up to {apart:.1e}"

@@ -20,18 +20,18 @@ from oobleck.worker.transport.nccl.group import GroupMaker, Identifiers, judged
 #: Most multiprocessors of a receive.
 CTAS = (1, 2, 4, 8)
 LAUNCHES = 200
-#: For a kernel to begin once it is launched, which nothing tells.
+#: Time in which a launched kernel begins for sure; no call reports it.
 _BEGIN_S = 0.05
-#: Of a thread between two polls.
+#: Pause of a thread between two polls.
 _PAUSE_S = 0.0001
 
 
 class Launched(msgspec.Struct, frozen=True, kw_only=True):
     """Launches of this process alone."""
 
-    #: Of the host, by launch.
+    #: Host time of one launch.
     launch_s: float
-    #: Of the abort of a group whose operation has not begun.
+    #: Duration of the abort of a group whose operation has not begun.
     abort_s: float
 
 
@@ -153,7 +153,7 @@ def _product_s(place: torch.device, width: int) -> float:
 class Refused(msgspec.Struct, frozen=True, kw_only=True):
     """End of a group that NCCL refuses."""
 
-    #: First line of torch's error; empty: none.
+    #: First line of torch's error; empty: there was none.
     said: str
     #: Error that a worker makes of it.
     taken_for: str

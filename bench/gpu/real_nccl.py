@@ -1,5 +1,5 @@
 """Plugin for pytest (`-p bench.gpu.real_nccl --device cuda:0 --transport nccl`): tests of worker
-processes run over real NCCL where a fake of it stands else, with all workers on one GPU."""
+processes use real NCCL instead of a fake, with all workers on one GPU."""
 
 import os
 from typing import Any

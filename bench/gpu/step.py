@@ -24,7 +24,7 @@ from oobleck.worker.runtime.random import RowKeys
 from oobleck.worker.state.model_state import ModelState
 from oobleck.worker.step.stage import StageRunner
 
-#: Blocks of the model at most, the memory that each takes in training, and that all else takes.
+#: Most blocks of the model, the memory of each in training, and that of everything else.
 _BLOCKS, _BLOCK_BYTES, _ELSE_BYTES = 8, 8 << 30, 10 << 30
 _WARM_UP, _TIMED = 2, 4
 _SPREAD = 0.02

@@ -59,16 +59,17 @@ _WIDTH = 8192
 _ABORT_S = 2.0
 _LATENCY_S = 200e-6
 _SLOWDOWN = 1.15
-#: With the few channels of a link: 33 MB within a quarter of a stage's forward of 17 ms.
+#: Least rate of a message over a link's few channels: 33 MB in a quarter of a stage's forward of 17
+#: ms.
 _LEAST_BYTES_PER_S = 8e9
 _LEFT_BYTES = 64 << 20
-#: Memory of a group, in parts of what plans count.
+#: Limit of a group's memory, relative to what plans count.
 _MORE = 1.5
 _CONNECT_S = 15.0
-#: For the destructors of groups, and of the host for a launch.
+#: Limits of the time of groups' destructors, and of the host's time for a launch.
 _RELEASE_S = 2.0
 _LAUNCH_S = 200e-6
-#: Cycles of a GPU, about two seconds.
+#: Cycles of a busy kernel, about two seconds.
 _BUSY_CYCLES = 4_000_000_000
 _POLL_S = 0.001
 _SIX = "six sends, receives and sums with a peer"

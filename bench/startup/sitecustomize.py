@@ -22,8 +22,8 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
-#: An agent's warm process, what looks at a user's model before it is sent, a master's planner, and
-#: processes of tests.
+#: Modules that are forked: an agent's warm process, the check of a user's model, a master's
+#: planner, and processes of tests.
 _FORKED = (
     "oobleck.worker.warm",
     "oobleck.worker.describe",
@@ -36,7 +36,7 @@ _offset: mmap.mmap | bytes = bytes(8)
 
 
 def follow_clock(path: str) -> None:
-    """From now on `time.time` is off by what the file says."""
+    """Shift `time.time` by the offset in the file, from now on."""
     global _offset
     with open(path, "r+b") as file:
         _offset = mmap.mmap(file.fileno(), 8, access=mmap.ACCESS_READ)
@@ -63,7 +63,7 @@ def stand_in(address: Path, parent_pid: int, module: str, arguments: list[str]) 
     from oobleck.host.system.process import die_with_parent
 
     die_with_parent(parent_pid)
-    # Python's own files are not passed on.
+    # Do not pass on Python's own files.
     opened = sorted(map(int, os.listdir("/proc/self/fd")))
     numbers = [n for n in opened if n < 3 or _is_inherited(n)]
     alive, _held_open = os.pipe()
@@ -89,7 +89,7 @@ def stand_in(address: Path, parent_pid: int, module: str, arguments: list[str]) 
     for number in (signal.SIGINT, signal.SIGTERM):
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, lambda number, frame: _pass_on(pid, number))
-    # Where others look for the forked one.
+    # Let others find the forked process by this name.
     Path("/proc/self/comm").write_text(f"fork {pid}")
     code = os.waitstatus_to_exitcode(int(answers.readline() or signal.SIGKILL))
     if code < 0:
@@ -109,9 +109,9 @@ if "BENCH_CLOCK" in os.environ:
 
 
 def _stand_in_if_forked(address: Path) -> None:
-    """Do so if this process is to run the command, or such a module and to end with its parent."""
+    """Stand in if this process runs the command, or such a module that ends with its parent."""
     called = sys.orig_argv
-    # For another user none can be forked.
+    # Another user's processes cannot be forked.
     if not address.exists() or address.stat().st_uid != os.getuid():
         return
     if len(called) > 1 and Path(called[1]).name == "oobleck":

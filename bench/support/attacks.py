@@ -33,7 +33,7 @@ from oobleck.proto.secure import open_aio_channel
 from oobleck.proto.status import register_message
 from oobleck.proto.types import NodeFacts, NodeStatus, Registration
 
-#: A connection of its own for every channel, without a client's bounds.
+#: Channel options: a separate connection per channel, without limits on the client's side.
 _OWN = (
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.max_send_message_length", -1),
@@ -44,11 +44,11 @@ _CALL_S = 20.0
 _SMALL, _LARGE = MOST_REQUEST_BYTES, MOST_RECEIVED_BYTES - 64
 #: An item of a list without content: field 2, and its length.
 _EMPTY = b"\x12\x00"
-#: For an attacker's process to end.
+#: Time for an attacker's process to end.
 _END_S = 4.0
-#: Attackers give way to the job as if they were on hosts of their own.
+#: Niceness of attackers, so that the job runs as if they were on other hosts.
 _NICE = 5
-#: Said when an attack begins; how its calls ended is said at its end.
+#: Line printed when an attack begins; the statuses of its calls are printed at its end.
 BEGUN = "begun"
 Requests = tuple[bytes, ...]
 
@@ -59,7 +59,7 @@ def methods() -> list[str]:
 
 
 def filled(size: int) -> bytes:
-    """A message whose first text has so many characters."""
+    """Return a message whose first text has so many characters."""
     return pb.JobRequest(job_id="x" * size).SerializeToString()
 
 
@@ -77,7 +77,7 @@ class Attacker:
 
     async def call(self, channel: grpc.aio.Channel, method: str, requests: Requests) -> None:
         try:
-            # Each with the time that ends it, so that nothing here waits for ever.
+            # Give each call a time-out, so that none waits for ever.
             call = channel.stream_stream(method, None, None)(iter(requests), timeout=_CALL_S)
             async for _ in call:
                 pass
@@ -90,7 +90,7 @@ class Attacker:
     async def keep(
         self, connections: int, streams: int, requests: Mapping[str, Requests], *options: Any
     ) -> None:
-        """Have so many calls under way on each of so many connections, of all methods in turn."""
+        """Keep so many calls of all methods under way on each of so many connections."""
         async with contextlib.AsyncExitStack() as stack, asyncio.TaskGroup() as tasks:
             for _ in range(connections):
                 channel = await stack.enter_async_context(self._channel(*options))
@@ -105,7 +105,7 @@ class Attacker:
             await asyncio.sleep(0)
 
     def _session(self, *after: pb.AgentMessage | bytes) -> dict[str, Requests]:
-        """A session of its node, and what is said in it after the registration."""
+        """Return the requests of a session of its node: the registration, then those in `after`."""
         incarnation = Incarnation(os.urandom(8).hex())
         facts = NodeFacts(
             node=self._node,
@@ -137,7 +137,7 @@ class Attacker:
         await self.keep(4, 8, self._every(filled(_LARGE)))
 
     async def allowed(self) -> None:
-        """Requests as large as most methods take."""
+        """Send requests as large as most methods allow."""
         await self.keep(8, 16, self._every(filled(_SMALL - 16)))
 
     async def empty(self) -> None:
@@ -168,14 +168,14 @@ class Attacker:
         await self.keep(32, 64, self._following())
 
     async def held(self) -> None:
-        """Connections that stay after a call, one after the other, as many as there may be."""
+        """Open connections, one after the other, that stay open after a call."""
         async with contextlib.AsyncExitStack() as stack:
             while True:
                 channel = await stack.enter_async_context(self._channel())
                 await self.call(channel, "/oobleck.Operator/GetJob", (self._job,))
 
     async def unread(self) -> None:
-        """Calls whose answers nobody takes."""
+        """Make calls without reading the answers."""
         async with contextlib.AsyncExitStack() as stack:
             calls = []
             for _ in range(16):
@@ -195,13 +195,13 @@ class Attacker:
                 tasks.create_task(one())
 
     async def recordings(self) -> None:
-        """Messages of an agent, as large as they may be, that nobody asked for."""
+        """Send unrequested recordings of an agent, as large as allowed."""
         recorded = pb.Recorded(job_id="x", slot=0, recording="x" * (_LARGE - 256))
         said = self._session(*[pb.AgentMessage(recorded=recorded)] * 4)
         await self.keep(4, 4, said)
 
     async def reports(self) -> None:
-        """Messages of an agent that hold as many records as they may, and lines of output."""
+        """Send messages of an agent with as many records and output lines as allowed."""
         job = pb.JobRequest.FromString(self._job).job_id
         records = pb.StepRecords(job_id=job, records=[pb.StepRecord()] * 1024)
         lines = pb.LogLines(job_id=job, slot=0, lines=["x" * 1000] * 1000)
@@ -231,8 +231,8 @@ OF_AGENTS = (*COMMON, "recordings", "reports", "registrations", "statuses")
 
 
 class Attacking:
-    """Each kind of attack in turn, each by a process of its own: one that is slow to end is killed,
-    so that all kinds come."""
+    """Attacks of each kind in turn, each by a new process, which is killed if it does not end in
+    time."""
 
     def __init__(
         self, address: str, shown: Path, job_id: str, kinds: Sequence[str], seconds: float

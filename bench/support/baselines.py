@@ -56,7 +56,7 @@ class Baseline:
 
     kind: Kind
     job: JobSpec
-    #: Layers of each stage, in order; zero-bubble schedules have two stages per process.
+    #: Number of layers of each stage; zero-bubble schedules have two stages per process.
     cut: tuple[int, ...]
     replicas: int
     #: How pipelined replicas sum their gradients: DDP around each stage, or one all-reduce of all
@@ -65,7 +65,7 @@ class Baseline:
 
     @property
     def per_pipeline(self) -> int:
-        """Processes of one replica."""
+        """Number of processes of one replica."""
         return len(self.cut) // (2 if "zero-bubble" in self.kind else 1)
 
     @property
@@ -95,13 +95,13 @@ class Layers(nn.Module):
 
 
 def loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """As torch has it, in float32 at least."""
+    """Return torch's mean cross entropy, in float32 at least."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return F.cross_entropy(wide.flatten(0, 1), targets.flatten())
 
 
 def optimizer_of(job: JobSpec, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
-    """AdamW as the engine takes it; the numbers that it is given change no time."""
+    """Return AdamW as the engine uses it; its hyperparameters do not affect the time."""
     groups: list[dict[str, object]] = [
         {"params": [p for p in parameters if p.dim() > 1], "weight_decay": 0.1},
         {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0},
@@ -110,7 +110,7 @@ def optimizer_of(job: JobSpec, parameters: Sequence[nn.Parameter]) -> torch.opti
 
 
 def batch(job: JobSpec, replicas: int, replica: int) -> tuple[Tensor, Tensor]:
-    """The rows and targets of one replica, int64 (B / replicas, T)."""
+    """Return inputs and targets of one replica, int64 (B / replicas, T)."""
     shape = (job.training.global_batch // replicas, job.model.row_tokens)
     rows = torch.Generator().manual_seed(replica)
     draw = partial(torch.randint, job.model.tokens, shape, generator=rows)
@@ -142,8 +142,8 @@ def data_parallel_step(plan: Baseline, rank: int) -> Step:
 
 
 def sharded_step(plan: Baseline, rank: int) -> Step:
-    """Every process has a share of each layer and some rows of each micro-batch. `once a step`:
-    layers are gathered once in a step, and their gradients summed once."""
+    """Return the step of FSDP: every process has a share of each layer and some rows of each
+    micro-batch. `once a step`: layers are gathered, and gradients summed, once per step."""
     job, once = plan.job, plan.kind.endswith("once a step")
     mesh = init_device_mesh("cpu", (plan.replicas,))
     module = Layers(
@@ -171,7 +171,7 @@ def sharded_step(plan: Baseline, rank: int) -> Step:
 
 
 def stages_of(plan: Baseline, position: int) -> list[int]:
-    """The stages that process number `position` of a pipeline runs."""
+    """Return the stages that process number `position` of a pipeline runs."""
     if plan.kind == "1f1b":
         return [position]
     width = plan.per_pipeline
@@ -238,8 +238,8 @@ def all_reduce_mean(
 
 
 def serve(plan: Baseline, rank: int, meeting: str, pipe: Connection) -> None:
-    """One process: on each number from the pipe, run one step and then so many, and answer how
-    many seconds a step of those took, and how many of its processor."""
+    """Serve as one process: for each number from the pipe, run a warm-up step and then so many
+    steps; answer the wall and processor seconds per step."""
     os.setsid()  # a scheduling group of its own, as the engine's workers have
     torch.set_num_threads(1)
     dist.init_process_group(
@@ -265,7 +265,7 @@ def serve(plan: Baseline, rank: int, meeting: str, pipe: Connection) -> None:
 
 
 class TorchContender:
-    """The processes of one baseline; a context manager."""
+    """Processes of one baseline; a context manager."""
 
     def __init__(self, plan: Baseline) -> None:
         context = get_context("forkserver")

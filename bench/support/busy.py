@@ -14,7 +14,7 @@ from bench.support.daemons import CHECKOUT, with_parent
 
 @contextlib.contextmanager
 def all_cores_busy() -> Iterator[None]:
-    """Until the end of the block, or of the thread that entered it."""
+    """Load all cores until the end of the block, or of the thread that entered it."""
     environment = {**os.environ, "PYTHONPATH": CHECKOUT}
     loops = [
         subprocess.Popen(with_parent("bench.support.busy"), env=environment)

@@ -1,8 +1,8 @@
-"""What an operator sees of a cluster and does with it: by the `oobleck` command and by files.
+"""An operator's view of a cluster, by the `oobleck` command and by files.
 
-Knows nothing of the inside, and of no process: it reads the files under the state directory, and
-what the command reads from the master, without starting the command for it: that takes a third of
-a second of a core at every look.
+Knows no process, and nothing inside daemons. It reads files of the state directory, and calls the
+master directly where the command would only print the answer: starting the command takes a third of
+a second of a core each time.
 """
 
 import json
@@ -22,20 +22,21 @@ from oobleck.host.ipc.endpoint import Endpoint, choose_endpoint
 BIN = Path(sys.executable).parent
 Record = dict[str, Any]
 T = TypeVar("T")
-#: Bytes; several times as long as lines of metrics are.
+#: Most bytes of a line: several times as many as lines of metrics have.
 _LONGEST_LINE = 4096
-#: For an answer that only reads.
+#: Attempts of a call that only reads.
 _TRIES = 3
-#: What ends a job.
+#: Final states of a job.
 ENDED = ("succeeded", "failed", "cancelled")
 
 
 class ClusterError(RuntimeError):
-    """The cluster did not do what it was asked to, in time."""
+    """Error of a cluster that did not do in time what was asked."""
 
 
 def read_lines(path: Path) -> list[Record]:
-    """The whole lines of a .jsonl file that may be growing; [] when it is not there yet."""
+    """Return the complete lines of a .jsonl file that may be growing; [] if it does not exist
+    yet."""
     try:
         text = path.read_text()
     except FileNotFoundError:
@@ -44,7 +45,7 @@ def read_lines(path: Path) -> list[Record]:
 
 
 def last_line(path: Path) -> Record | None:
-    """The last whole line of a .jsonl file that may be growing."""
+    """Return the last complete line of a .jsonl file that may be growing."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _LONGEST_LINE))
@@ -56,27 +57,27 @@ def last_line(path: Path) -> Record | None:
 
 
 class Client:
-    """An operator's view of one cluster."""
+    """Operator of one cluster."""
 
     def __init__(self, state_dir: Path, scratch: Path) -> None:
         """`scratch`: a folder for job files."""
         self.state_dir = state_dir
         self.address = ""
-        #: The operator's; None: they are found, or the cluster asks nobody for any.
+        #: Credentials; None: they are found, or the cluster requires none.
         self.credentials: Path | None = None
-        #: What processes get as PYTHONPATH before this process's.
+        #: Prefix of PYTHONPATH for processes.
         self.python_path = ""
-        #: What commands are forked from; None: each loads its libraries.
+        #: Process that commands are forked from; None: each command loads its libraries.
         self.preloaded: Preloaded | None = None
         self._scratch = scratch
         self._endpoint: Endpoint | None = None
-        #: Kept between questions, and where it leads.
+        #: Open connection, reused for all calls, and its endpoint.
         self._connection: tuple[Endpoint, MasterClient] | None = None
 
     # ---- the operator's verbs
 
     def timeline(self, job_id: str, path: Path, steps: int) -> list[Record]:
-        """The events of a timeline of that many steps to come, written to `path`."""
+        """Record a timeline of the next steps to `path`; return its events."""
         arguments = ("--timeline", str(path), "--job", job_id, "--steps", str(steps))
         self.oobleck("profile", *arguments, timeout_s=600)
         events: list[Record] = json.loads(path.read_text())["traceEvents"]
@@ -105,18 +106,18 @@ class Client:
         return done
 
     def child_environment(self) -> dict[str, str]:
-        """What processes of the cluster and commands get."""
+        """Return the environment of the cluster's processes and of commands."""
         path = filter(None, (self.python_path, os.environ.get("PYTHONPATH")))
         return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
 
     def submit(self, job: Mapping[str, object]) -> str:
-        """Submit the job file that `job` describes; returns the job's id."""
+        """Submit the job that `job` describes; return its id."""
         path = self._scratch / f"{job['name']}.yaml"
         path.write_text(json.dumps(job))  # JSON is YAML
         return self.oobleck("submit", str(path)).stdout.strip()
 
     def save(self, job_id: str) -> int:
-        """Have a checkpoint taken, without waiting for it; the number of the wish."""
+        """Request a checkpoint without waiting for it; return the number of the request."""
         try:
             with MasterClient(self.endpoint) as master:
                 return master.save_checkpoint(job_id)
@@ -133,11 +134,11 @@ class Client:
         return self._read(lambda master: {node.node: text.plain(node) for node in master.nodes()})
 
     def live(self) -> set[str]:
-        """Names of the nodes that the master takes for live."""
+        """Return the names of the nodes that are live according to the master."""
         return {name for name, node in self.nodes().items() if node["state"] == "live"}
 
     def planned(self, job_id: str) -> set[str]:
-        """The nodes of the plan that the job trains by; none while it does not."""
+        """Return the nodes of the job's plan; none while it does not train."""
         status = self.status(job_id)
         if status["state"] != "running":
             return set()
@@ -151,10 +152,10 @@ class Client:
         return known
 
     def _read(self, question: Callable[[MasterClient], T]) -> T:
-        """The answer; asked again where a stalled machine has broken the connection.
+        """Return the answer; ask again if a stalled machine has broken the connection.
 
-        The connection is kept: to make one costs both ends three times what an answer does, and
-        whoever waits asks again and again.
+        The connection is kept: making one costs both ends three times as much as an answer, and
+        callers that wait ask often.
         """
         failed: CommandFailed | None = None
         for _ in range(_TRIES):
@@ -186,7 +187,7 @@ class Client:
         return read_lines(self.state_dir / "jobs" / job_id / "metrics.jsonl")
 
     def last_step(self, job_id: str) -> int:
-        """Newest step in the job's metrics; 0: none so far."""
+        """Return the newest step in the job's metrics; 0: none so far."""
         line = last_line(self.state_dir / "jobs" / job_id / "metrics.jsonl")
         return 0 if line is None else int(line["step"])
 
@@ -195,6 +196,6 @@ class Client:
         return [event for event in events if kind in (None, event["event"])]
 
     def end_of(self, job_id: str) -> Record | None:
-        """The event that ended the job, if it has ended."""
+        """Return the event that ended the job, if it has ended."""
         ends = [e for e in self.events(job_id) if e["event"] in ENDED]
         return ends[-1] if ends else None

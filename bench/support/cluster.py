@@ -31,18 +31,18 @@ from bench.support.ports import choose_address
 from bench.support.preloaded import Preloaded
 from bench.support.scratch import run_folder, undisturbed
 
-#: For what workers write to come into the job's logs.
+#: Time until output of workers is in the job's logs.
 _STACKS_S = 1.0
-#: Within which daemons end by themselves.
+#: Time for daemons to end by themselves.
 _STOP_S = 10.0
 
 
-#: How long the kernel's lists may leave out a child.
+#: Time for which the kernel's lists may omit a child.
 _CHILDREN_S = 10.0
 
 
 class Cluster(Client, ABC):
-    """A running cluster and what may be done to it, wherever its processes run."""
+    """Running cluster, and operations on it, wherever its processes run."""
 
     def __init__(self, state_dir: Path, scratch: Path) -> None:
         """`scratch`: a folder for job files."""
@@ -53,18 +53,18 @@ class Cluster(Client, ABC):
 
     @abstractmethod
     def roots(self) -> list[int]:
-        """Processes from which all others of the cluster descend."""
+        """Return the processes from which all others of the cluster descend."""
 
     @abstractmethod
     def check(self) -> None:
-        """Raises ClusterError where waiting is in vain."""
+        """Raise ClusterError if waiting is pointless."""
 
     @abstractmethod
     def start_node(self, name: str, *options: str) -> int:
-        """Start one more agent, as an operator would on one more machine; returns its pid."""
+        """Start one more agent, as on one more machine; return its pid."""
 
     def processes(self) -> list[psutil.Process]:
-        """Everything that runs on behalf of this cluster."""
+        """Return all processes of this cluster."""
         return [process for pid in self.roots() for process in descendants(pid)]
 
     # ---- waiting
@@ -77,7 +77,8 @@ class Cluster(Client, ABC):
         *,
         poll_s: float = 0.05,
     ) -> None:
-        """`poll_s`: longer for a condition that costs the cluster something."""
+        """Wait until `condition` holds. `poll_s`: longer for a condition that costs the cluster
+        something."""
         deadline = time.monotonic() + timeout_s
         while not condition():
             if time.monotonic() > deadline:
@@ -100,7 +101,7 @@ class Cluster(Client, ABC):
         self.wait(reached, f"step {step} of {job_id}", timeout_s)
 
     def wait_end(self, job_id: str, timeout_s: float = 480) -> str:
-        """Wait until the job has ended; returns how."""
+        """Wait until the job has ended; return its final state."""
         self.wait(lambda: self.end_of(job_id) is not None, f"the end of {job_id}", timeout_s)
         end = self.end_of(job_id)
         assert end is not None, "just seen"
@@ -113,11 +114,11 @@ class Cluster(Client, ABC):
         return kill_trees(self.agents.pop(name))
 
     def kill_nodes(self, *names: str) -> list[int]:
-        """The same of several, at one moment."""
+        """SIGKILL all processes of several nodes at once."""
         return kill_trees(*(self.agents.pop(name) for name in names))
 
     def worker_pids(self) -> dict[str, int]:
-        """Process of every worker, by "node/slot"."""
+        """Return the process of every worker, by "node/slot"."""
         return {
             f"{name}/{worker['slot']}": worker["pid"]
             for name, node in self.nodes().items()
@@ -125,10 +126,9 @@ class Cluster(Client, ABC):
         }
 
     def warm_pid(self, name: str) -> int:
-        """The process that the node's workers are forked from. Raises ClusterError."""
+        """Return the process that the node's workers are forked from. Raise ClusterError."""
         agent = self.agents[name]
-        # The kernel's lists of children leave some out at times: then all processes are looked at,
-        # and again a little later.
+        # The kernel's lists sometimes omit a child: then look at all processes, and try again.
         deadline = time.monotonic() + _CHILDREN_S
         while True:
             children = children_of(agent) or [
@@ -145,7 +145,8 @@ class Cluster(Client, ABC):
             time.sleep(0.1)
 
     def worker_pids_of(self, name: str) -> list[int]:
-        """From the process table, since the master may be away. Raises ClusterError."""
+        """Return the pids from the process table, since the master may be away. Raise
+        ClusterError."""
         return children_of(self.warm_pid(name))
 
     def kill_worker(self, name: str, slot: int = 0) -> int:
@@ -155,7 +156,7 @@ class Cluster(Client, ABC):
 
     @contextlib.contextmanager
     def frozen(self, name: str) -> Iterator[None]:
-        """Stop the workers of a node, and with them all that wait for theirs, for a while."""
+        """Stop the workers of a node within the context, and so all workers that wait for them."""
         workers = [psutil.Process(pid) for pid in self.worker_pids_of(name)]
         for worker in workers:
             worker.suspend()
@@ -169,8 +170,8 @@ class Cluster(Client, ABC):
         return _tail(self.log, lines)
 
     def report(self) -> str:
-        """All that tells why the newest job does not get on: its events, the daemons' logs, and
-        the workers' with the stacks of their threads."""
+        """Return everything that may explain why the newest job is stuck: its events, and the logs
+        of daemons and workers, with the stacks of their threads."""
         for name in self.agents:
             with contextlib.suppress(ClusterError, ProcessLookupError):
                 for pid in self.worker_pids_of(name):
@@ -185,7 +186,7 @@ class Cluster(Client, ABC):
 
 
 class LocalCluster(Cluster):
-    """`oobleck local` and what may be done to it; a context manager that leaves nothing.
+    """Cluster of `oobleck local`; a context manager that leaves nothing behind.
 
     Its processes end with the thread that starts them.
     """
@@ -216,7 +217,7 @@ class LocalCluster(Cluster):
             path = scratch / "faults.json"
             path.write_text(json.dumps(list(fault_plan)))
             self._faults = ["--fault-plan", str(path)]
-        # Tests fail nodes on purpose, and sooner than any that is to be put aside.
+        # Without quarantine, since tests fail nodes on purpose and often.
         command += ["--master-flag=--quarantine-s=0", "--no-restart", *self._faults, *options]
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
@@ -257,7 +258,7 @@ class LocalCluster(Cluster):
         raise ClusterError(f"oobleck local ended early:\n{self.log.read_text()}")
 
     def stop(self) -> None:
-        """Ctrl-C, then whatever is left by force."""
+        """Interrupt the cluster as by Ctrl-C, then kill the remaining processes."""
         self.hang_up()
         with undisturbed(), self._run:
             left = self.processes()
@@ -284,7 +285,8 @@ class LocalCluster(Cluster):
             raise ClusterError("oobleck local ended")
 
     def start_node(self, name: str, *options: str, environment: Mapping[str, str] = {}) -> int:
-        """It knows the fault plan too. `environment`: what its has beside this process's."""
+        """Start a node that has the fault plan too. `environment`: variables beside this
+        process's."""
         command = [*with_parent("oobleck.agent"), "--master", self.address, "--name", name]
         command += [*self._faults, *options]
         with self.log.open("a") as log:

@@ -12,18 +12,17 @@ import psutil
 from oobleck.cli.chaos import injector
 from oobleck.host.system.process import with_parent as with_parent
 
-#: On PYTHONPATH of processes that run a module of the checkout's, which is not installed.
+#: Entry of PYTHONPATH for processes that run a module of this checkout that is not installed.
 CHECKOUT = str(Path(__file__).resolve().parents[2])
-#: What daemons get in their environment, for `forked`.
+#: Variables of daemons that are to be forked; see `forked`.
 FORK_DAEMONS = {"BENCH_FORK_DAEMONS": "1"}
 _LOOK_S = 0.005
 
 
 def children_of(pid: int) -> list[int]:
-    """Processes that `pid` has started; none where it is gone. Looking at all processes of the
-    machine takes long."""
+    """Return the children of `pid`; none if it is gone. Faster than a search of all processes."""
     before, found = None, _children_by_thread(pid)
-    # A look may miss some where threads end amid it: the kernel's lists change under it.
+    # Repeat until two looks agree: the kernel's lists change while threads end.
     while found != before:
         before, found = found, _children_by_thread(pid)
     return found
@@ -40,14 +39,14 @@ def _children_by_thread(pid: int) -> list[int]:
 
 
 def real_process(pid: int) -> int:
-    """The process that `pid` is, or stands for (`bench.support.preloaded`)."""
+    """Return the process that `pid` is, or stands in for (`bench.support.preloaded`)."""
     name, _, number = psutil.Process(pid).name().partition(" ")
     return int(number) if name == "fork" and number else pid
 
 
 def forked(daemon: int) -> int:
-    """The process that does a daemon's work, where it was started with FORK_DAEMONS, as soon
-    as there is one; the daemon itself where it has ended before."""
+    """Wait for the forked process that does the work of a daemon started with FORK_DAEMONS, and
+    return it; the daemon itself if it ends before."""
     while alive(daemon):
         with contextlib.suppress(psutil.NoSuchProcess):
             if (real := real_process(daemon)) != daemon:
@@ -57,7 +56,7 @@ def forked(daemon: int) -> int:
 
 
 def descendants(pid: int) -> Iterator[psutil.Process]:
-    """The process and all that come from it; none where it is gone."""
+    """Yield the process and all its descendants; none if it is gone."""
     with contextlib.suppress(psutil.NoSuchProcess):
         yield psutil.Process(pid)
         real = real_process(pid)
@@ -66,7 +65,7 @@ def descendants(pid: int) -> Iterator[psutil.Process]:
 
 
 def alive(pid: int) -> bool:
-    """Whether the process runs; one that has ended and is not waited for does not."""
+    """Return whether the process runs; a zombie does not."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -74,22 +73,23 @@ def alive(pid: int) -> bool:
 
 
 def kill_trees(*pids: int) -> list[int]:
-    """SIGKILL processes and all their descendants, as when their machines die; returns the pids."""
+    """SIGKILL processes and all their descendants, as when their machines die; return the pids."""
     victims = [process for pid in pids for process in descendants(pid)]
-    # The workers first: the agent must not get to see and report their end.
+    # Workers first, so that the agent cannot report their ends.
     return injector.kill([victim.pid for victim in reversed(victims)])
 
 
 def hurry(victims: Sequence[psutil.Process]) -> bool:
-    """Let those that are to be killed end before anybody else computes: on a machine of their own
-    they would not wait for the others' processors. Until the kernel has taken down a worker's
-    memory, its connections stay. Whether this user may do that."""
+    """Give the processes to be killed priority over all others, and return whether this user may.
+    On a machine of their own they would not wait for processors; and until the kernel has freed a
+    worker's memory, its connections stay open."""
     try:
         for pid in (victim.pid for victim in victims):
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):
                 for thread in Path(f"/proc/{pid}/task").iterdir():
                     os.setpriority(os.PRIO_PROCESS, int(thread.name), -20)
-                # Where the kernel shares out processors by session, of its own session alone.
+                # If the kernel schedules by session, priority counts only within a process's own
+                # session.
                 if os.getsid(pid) == pid:
                     Path(f"/proc/{pid}/autogroup").write_text("-20")
     except PermissionError:
@@ -98,7 +98,7 @@ def hurry(victims: Sequence[psutil.Process]) -> bool:
 
 
 def await_ends(victims: Sequence[psutil.Process]) -> None:
-    """Return once all of them have ended, though nobody may have waited for them."""
+    """Wait until all of them have ended, even if their parents have not reaped them."""
     for victim in victims:
         with contextlib.suppress(ProcessLookupError):
             handle = os.pidfd_open(victim.pid)

@@ -1,8 +1,7 @@
-"""A job on a cluster that faults strike one after the other, and what must hold after each.
+"""Job on a cluster that is struck by one fault after the other, and checks after each.
 
-Owns the order of things: strike, wait until the fault shows, undo it, wait until the cluster is
-whole again. What faults are is in `bench.support.faults`; whether the losses are right, for those
-who have a reference.
+Owns the order: strike, wait until the fault shows, undo it, wait until the cluster is whole again.
+`bench.support.faults` has the faults; callers with a reference check the losses.
 """
 
 import time
@@ -16,15 +15,15 @@ from bench.support.faults import Fault, Strike, working_s
 from bench.support.goodput import Cost, Span
 from bench.support.netcluster import NetCluster
 
-#: For anything that a cluster has to do; far more than it ever takes, also on a loaded machine.
+#: Time-out for anything that a cluster does; far more than it ever takes, even on a loaded machine.
 PATIENCE_S = 240.0
-#: Steps that a settled job has to commit.
+#: Steps that a job must commit to count as settled.
 _STEPS = 3
 
 
 @dataclass(frozen=True)
 class Struck:
-    """What came of one fault; seconds from the strike."""
+    """Effects of one fault; seconds from the strike."""
 
     fault: str
     node: str
@@ -32,7 +31,7 @@ class Struck:
     step: int
     seen_s: float
     whole_s: float
-    #: Until then.
+    #: Cost until the cluster was whole again.
     cost: Cost
 
 
@@ -51,9 +50,9 @@ class Drill:
         phase: str = "step",
         then: Callable[[], None] = lambda: None,
     ) -> Struck:
-        """Do it, wait until it shows, undo it, and wait until the cluster is whole.
+        """Strike with `fault`, wait until it shows, undo it, and wait until the cluster is whole.
 
-        `then` is called between the strike and the wait for what comes of it.
+        `then` is called between the strike and that wait.
         """
         cluster = self.cluster
         span = Span(cluster, self.job_id)
@@ -98,7 +97,7 @@ class Drill:
         self.cluster.wait(lambda: not self.cluster.orphans(), orphans, PATIENCE_S, poll_s=0.1)
 
     def is_whole(self) -> bool:
-        """Whether every node has a part in the job's plan, and all workers are in it."""
+        """Return whether every node is in the job's plan, and all workers have entered it."""
         try:
             status, nodes = self.cluster.status(self.job_id), self.cluster.nodes()
         except ClusterError:
@@ -114,7 +113,7 @@ class Drill:
         return status["state"] == "running" and planned == entered == self.nodes
 
     def steps(self) -> list[Record]:
-        """The job's metrics; each step once, in order."""
+        """Return the job's metrics, checked to have each step once and in order."""
         lines = self.cluster.metrics(self.job_id)
         if (steps := [line["step"] for line in lines]) != list(range(1, len(lines) + 1)):
             raise ClusterError(f"steps are missing or come twice: {steps}")
@@ -123,7 +122,7 @@ class Drill:
 
 @dataclass(frozen=True)
 class Use:
-    """What the daemons that live on take of the machine."""
+    """Resources of daemons that outlive all faults."""
 
     descriptors: dict[str, int]
     bytes: dict[str, int]
@@ -138,7 +137,7 @@ class Use:
         )
 
     def grown(self, before: "Use", *, descriptors: int, megabytes: int) -> list[str]:
-        """Daemons of both times that have grown by more than that."""
+        """Return the daemons of both moments that have grown by more than the limits."""
         out = []
         for name in self.descriptors.keys() & before.descriptors.keys():
             more = self.descriptors[name] - before.descriptors[name]

@@ -26,7 +26,7 @@ ENDLESS = 10**9
 
 
 def engine() -> Any:
-    """The driver of real workers that the tests use; it needs no agents and no master."""
+    """Return the tests' driver of real workers, which needs no agents and no master."""
     if str(ROOT / "tests") not in sys.path:
         sys.path.insert(0, str(ROOT / "tests"))
     return importlib.import_module("support.director")
@@ -39,8 +39,8 @@ def plan_of(
     *,
     resident: bool = False,
 ) -> Plan:
-    """Each pipeline a list of layers per stage, or (layers, workers), every stage on a node of its
-    own."""
+    """Return a plan. `cuts`: by pipeline, the layers of each stage, or (layers, workers); every
+    stage is on a node of its own."""
     names = iter(f"n{number}" for number in range(sum(map(len, cuts))))
     placed = [
         [(next(names), *((stage, 1) if isinstance(stage, int) else stage)) for stage in cut]
@@ -51,7 +51,7 @@ def plan_of(
 
 
 class EngineContender:
-    """The workers of one job on one plan; a context manager."""
+    """Workers of one job on one plan; a context manager."""
 
     def __init__(self, warm: Any, job: JobSpec, plan: Plan) -> None:
         """`warm`: the driver's WarmWorkers, which may serve many."""
@@ -96,7 +96,8 @@ class EngineContender:
         )
 
     def _processor_s(self) -> float:
-        # Their clocks, as clock_getcpuclockid(3) names them: the process table has 10 ms steps.
+        # Read the processes' CPU clocks (clock_getcpuclockid(3)): the process table has steps of 10
+        # ms.
         return sum(time.clock_gettime((~pid << 3) | 2) for pid in self._pids())
 
     def _committed_at(self, step: int) -> float:

@@ -19,48 +19,48 @@ from bench.support.client import ClusterError, Record
 from bench.support.netcluster import HEAD, NetCluster
 from oobleck.cli.chaos import injector
 
-#: Strangers at each port of a node that stay and say nothing.
+#: Silent strangers at each port of a node.
 _CROWD = 64
-#: Bytes written to a disk at a time.
+#: Bytes per write when a disk is filled.
 _PIECE = 1 << 16
-#: Through a link that other strangers fill, and where packets are sent again after seconds.
+#: Time for a stranger to be let in, over a link full of others, with retransmissions after seconds.
 _LET_IN_S = 10.0
-#: Before the cluster may go on where it is held; strangers may come until later.
+#: Time after which a held cluster may continue, although strangers still arrive.
 _VISITS_S = 5.0
-#: Within which a second agent has started and was told that it is one, on any machine.
+#: Time for a second agent of the same name to start and be refused, on any machine.
 _TWIN_S = 240.0
 _LOSSES = ("worker_lost", "node_lost", "node_reset", "reconfigured")
-#: In the kernel's tables.
+#: State of listening sockets in the kernel's tables.
 _LISTENING = "0A"
-#: Far more than what waiting takes.
+#: Processor time of workers that shows that they train: far more than waiting takes.
 _WORKED_S = 0.5
 #: Longer than anything stays stopped before it is undone.
 _STOPPED_S = 3600.0
-#: So long the master stays away at most.
+#: Longest absence of the master.
 _AWAY_S = 4.0
 
 
 @dataclass(frozen=True)
 class Strike:
-    """One fault that has struck: `lost` of the events counted at that moment."""
+    """Fault that has struck, and the progress of the job at that moment."""
 
     cluster: NetCluster
     job_id: str
     node: str
-    #: Events of the job, and its newest step, before.
+    #: Number of the job's events, and its newest step, at that moment.
     events: int
     step: int
     worked_before_s: float
-    #: When, on the monotonic clock.
+    #: Time of the strike, by the monotonic clock.
     at: float
 
     def told(self, kind: str) -> list[Record]:
-        """Events of that kind since, about the node where they are about one."""
+        """Return later events of that kind, of those about a node only this node's."""
         since = self.cluster.events(self.job_id)[self.events :]
         return [e for e in since if e["event"] == kind and e.get("node", self.node) == self.node]
 
     def losses(self) -> list[Record]:
-        """Events since that tell of a loss, of whichever node."""
+        """Return later events about a loss, of any node."""
         since = self.cluster.events(self.job_id)[self.events :]
         return [event for event in since if event["event"] in _LOSSES]
 
@@ -68,25 +68,25 @@ class Strike:
         return self.cluster.last_step(self.job_id) - self.step
 
     def worked_s(self) -> float:
-        """Processor time of the workers since, which tells that they train where nobody else can:
-        the records of their steps come with the master."""
+        """Return the processor time of the workers since the strike. It shows that they train even
+        while the master, which has the records of their steps, is away."""
         return working_s(self.cluster) - self.worked_before_s
 
 
 @dataclass(frozen=True)
 class Fault:
     name: str
-    #: Does it to a node, and returns how to undo it.
+    #: Strikes a node, and returns a function that undoes the fault.
     strike: Callable[[NetCluster, str], Callable[[], None]]
-    #: Whether the cluster has taken note (of one that it has to take note of), or has gone on in
-    #: spite of it (of the others); then it is undone.
+    #: Returns whether the cluster has reacted, or, for a fault that needs no reaction, has
+    #: continued despite it; then the fault is undone.
     seen: Callable[[Strike], bool]
-    #: A node is lost by it, so it may not come where none can be spared.
+    #: True if it loses a node, so it must not strike while none can be spared.
     deadly: bool = True
 
 
 def _nothing() -> None:
-    """Some faults undo themselves."""
+    """Do nothing: some faults undo themselves."""
 
 
 def _goes_on(strike: Strike) -> bool:
@@ -94,12 +94,13 @@ def _goes_on(strike: Strike) -> bool:
 
 
 def _crawls_on(strike: Strike) -> bool:
-    # Over the slow link a step takes a multiple of its time: the second one was begun on it.
+    # Over the slow link a step takes several times as long. The second step was begun over it.
     return strike.steps() >= 2
 
 
 def _trains_alone(strike: Strike) -> bool:
-    # In the middle of a recovery they may need the master to go on.
+    # During a recovery workers may need the master to continue, so do not wait longer than its
+    # absence.
     return strike.worked_s() >= _WORKED_S or time.monotonic() > strike.at + _AWAY_S
 
 
@@ -108,17 +109,18 @@ def _node_lost(strike: Strike) -> bool:
 
 
 def _worker_lost(strike: Strike) -> bool:
-    # In the middle of a recovery it may have had no part in the plan yet: nobody misses it then.
+    # During a recovery it may not be in the plan yet; then no loss follows.
     return bool(strike.told("worker_lost") or strike.told("node_lost")) or _goes_on(strike)
 
 
 def _answered(strike: Strike) -> bool:
-    """A loss, a reset or a new meeting has come of it; or the plan is without the node as it is."""
+    """Return whether a loss, a reset or a new meeting followed, or the plan is without the node
+    anyway."""
     return bool(strike.losses()) or _goes_on(strike)
 
 
 def working_s(cluster: NetCluster) -> float:
-    """Processor time that all workers that live have taken."""
+    """Return the processor time of all live workers."""
     total = 0.0
     for name in cluster.agents:
         with contextlib.suppress(psutil.Error, ClusterError):
@@ -132,7 +134,7 @@ def working_s(cluster: NetCluster) -> float:
 
 
 def _first_worker(cluster: NetCluster, node: str) -> int:
-    """In the middle of a recovery it may have yet to be started."""
+    """Return the node's first worker; during a recovery, wait until it is started."""
     found: list[int] = []
 
     def look() -> bool:
@@ -155,13 +157,13 @@ def _kill_warm(cluster: NetCluster, node: str) -> Callable[[], None]:
 
 
 def _kill_agent(cluster: NetCluster, node: str) -> Callable[[], None]:
-    """Its agent alone: what it started has to end by itself."""
+    """Kill only the agent; its processes must end by themselves."""
     injector.kill([cluster.agents.pop(node)])
     return lambda: void(cluster.start_node(node))
 
 
 def _kill_node(cluster: NetCluster, node: str) -> Callable[[], None]:
-    """All processes at once, as when the machine dies."""
+    """Kill all processes at once, as when the machine dies."""
     cluster.kill_node(node)
     return lambda: void(cluster.start_node(node))
 
@@ -194,7 +196,7 @@ def _unplug(cluster: NetCluster, node: str) -> Callable[[], None]:
 
 
 def _deaf(cluster: NetCluster, node: str) -> Callable[[], None]:
-    """What the node says arrives; what is said to it does not."""
+    """Drop packets to the node; those from it arrive."""
     cluster.net.block([HEAD, *_others(cluster, node)], [node])
     return cluster.net.heal
 
@@ -215,7 +217,8 @@ def _no_data(cluster: NetCluster, node: str) -> Callable[[], None]:
 
 
 def _no_way(cluster: NetCluster, node: str) -> Callable[[], None]:
-    """Between the node and one other; of four, one that is not beside it in the ring."""
+    """Cut the network between the node and one other; of four nodes, one that is not its neighbour
+    in the ring."""
     cluster.net.part([node], _others(cluster, node)[1:2])
     return cluster.net.heal
 
@@ -229,7 +232,7 @@ def _slow(cluster: NetCluster, node: str) -> Callable[[], None]:
 
 
 def ports(pid: int) -> set[int]:
-    """Where anything listens on the host of a process."""
+    """Return the ports on which anything listens on the host of a process."""
     found = set()
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
@@ -240,15 +243,15 @@ def ports(pid: int) -> set[int]:
 
 
 def _garbage(cluster: NetCluster, node: str) -> Callable[[], None]:
-    """To every port of all hosts: of the master and of the workers. At those of the node a crowd
-    that says nothing stays, too."""
+    """Send garbage to every port of all hosts, of the master and of workers; a silent crowd also
+    stays at the node's ports."""
     pids = {HEAD: cluster.master_pid, **cluster.agents}
     places = [(cluster.net.address(host), port) for host in pids for port in ports(pids[host])]
     if not places:
         raise ClusterError(f"nothing listens on {sorted(pids)}")
     crowd = contextlib.ExitStack()
     for port in ports(cluster.agents[node]):
-        with contextlib.suppress(OSError):  # it is closed, or the way to it is
+        with contextlib.suppress(OSError):  # the port is closed, or cut off
             for _ in range(_CROWD):
                 place = cluster.net.address(node), port
                 crowd.enter_context(socket.create_connection(place, _LET_IN_S))
@@ -259,18 +262,18 @@ def _garbage(cluster: NetCluster, node: str) -> Callable[[], None]:
     def undo() -> None:
         crowd.close()
         strangers.shutdown()
-        if not visits[0].result():  # of the master, whatever else listens
+        if not visits[0].result():  # the master's must let a stranger in
             raise AssertionError(f"nobody lets strangers in: {places}")
 
     return undo
 
 
 def _twin(cluster: NetCluster, node: str) -> Callable[[], None]:
-    """A second agent of the same name, on another host."""
+    """Start a second agent of the same name, on another host."""
     twin = cluster.start_twin(HEAD, node)
 
     def undo() -> None:
-        # Waited for only now: what is held at an exact point until then is held too long else.
+        # Wait only now: a cluster that is held at an exact point until then would be held too long.
         if (code := twin.wait(_TWIN_S)) != 2:
             raise AssertionError(f"the second {node} ended with {code} instead of being refused")
 
@@ -278,7 +281,7 @@ def _twin(cluster: NetCluster, node: str) -> Callable[[], None]:
 
 
 def _disk_full(cluster: NetCluster, node: str) -> Callable[[], None]:
-    """The master's; nothing more goes on it."""
+    """Fill the master's disk."""
     filler = cluster.state_dir / "filler"
     with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
         while True:
@@ -287,7 +290,7 @@ def _disk_full(cluster: NetCluster, node: str) -> Callable[[], None]:
 
 
 def _clock(offset_s: float) -> Callable[[NetCluster, str], Callable[[], None]]:
-    """The wall clocks of a node and of the master jump, each the other way."""
+    """Shift the wall clocks of a node and of the master, in opposite directions."""
 
     def strike(cluster: NetCluster, node: str) -> Callable[[], None]:
         cluster.set_clock(node, offset_s)
@@ -303,7 +306,7 @@ def _clock(offset_s: float) -> Callable[[NetCluster, str], Callable[[], None]]:
 
 
 def void(_: object) -> None:
-    """For what is done for its effect."""
+    """Discard a result."""
 
 
 FAULTS = {

@@ -14,26 +14,26 @@ from statistics import median
 
 from bench.support.client import Client, Record
 
-#: Nobody knew yet; on the way into a new plan; the same where a node joins; all else: attempts
-#: that were cut off, pauses between steps and steps that stood still.
+#: Kinds of lost time: before a loss is known; entering a new plan; the same when a node joins; and
+#: the rest: interrupted attempts, pauses between steps, steps that stood still.
 LOSSES = ("detect", "recover", "rejoin", "redo")
-#: A step that takes this many usual ones has stood still for the rest of its time.
+#: Multiple of the usual step time beyond which a step counts as standing still.
 _STANDSTILL = 3.0
-#: From so many on their median tells what a step takes.
+#: Number of steps from which their median is the usual step time.
 _KNOWN_STEPS = 3
 _RECOVER = ("plan", "waiting", "abort", "rendezvous", "transfer")
-#: Of a change at a step boundary all else goes on beside training.
+#: Phases of a change at a step boundary that stop training; the others run beside it.
 _REJOIN = ("rendezvous", "transfer")
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Where the seconds of a span went."""
+    """Use of the seconds of a span."""
 
     span_s: float
     useful_s: float
     steps: int
-    #: By `LOSSES`.
+    #: Lost seconds, by `LOSSES`.
     lost_s: Mapping[str, float]
 
     @property
@@ -42,7 +42,7 @@ class Cost:
 
 
 class Span:
-    """A span of time from now on."""
+    """Span of time from now on."""
 
     def __init__(self, cluster: Client, job_id: str) -> None:
         self._cluster, self._job_id = cluster, job_id
@@ -51,7 +51,7 @@ class Span:
         self._events = len(cluster.events(job_id))
 
     def cost(self) -> Cost:
-        """Of the span that ends now, while the master records."""
+        """Return the cost of the span that ends now. The master must be recording."""
         span_s = time.monotonic() - self._began_at
         lines = self._cluster.metrics(self._job_id)
         events = self._cluster.events(self._job_id)[self._events :]
@@ -59,8 +59,8 @@ class Span:
 
 
 def usual_s(lines: Sequence[Record]) -> dict[int, float]:
-    """What a step of each generation takes, since plans differ; of one that had few steps, what
-    one of the slowest takes."""
+    """Return the usual step time by generation, since plans differ; for a generation with few
+    steps, that of one of the slowest."""
     taken: dict[int, list[float]] = {}
     for line in lines:
         taken.setdefault(line["generation"], []).append(float(line["step_seconds"]))
@@ -75,19 +75,19 @@ def cost(
     usual: Mapping[int, float],
     events: Sequence[Record],
 ) -> Cost:
-    """Of a span in which these steps were committed and these events came.
+    """Return the cost of a span with these committed steps and these events.
 
-    `usual`: by generation, what a step takes.
+    `usual`: usual step time, by generation.
     """
     useful_s = sum(
         min(float(step["step_seconds"]), _STANDSTILL * usual[step["generation"]]) for step in steps
     )
-    useful_s = min(useful_s, span_s)  # the first one may have begun before
+    useful_s = min(useful_s, span_s)  # the first step may have begun before
     changes = [event for event in events if event["event"] == "reconfigured"]
     known = {
         "recover": _phases((c for c in changes if not c["boundary"]), _RECOVER),
         "rejoin": _phases((c for c in changes if c["boundary"]), _REJOIN),
-        # Last, since training may go on until a loss is known.
+        # Count it last, since training may continue until a loss is known.
         "detect": _phases((c for c in changes if not c["boundary"]), ("detect",)),
     }
     left_s = span_s - useful_s
@@ -104,8 +104,8 @@ def _phases(changes: Iterable[Record], names: Sequence[str]) -> float:
 
 
 def report(whole: Cost, faults: Sequence[tuple[str, Cost]], undisturbed_step_s: float) -> list[str]:
-    """`whole`: of all the time; `faults`: the kind of each and its part; `undisturbed_step_s`: from
-    one commit to the next where nothing strikes."""
+    """Format the report. `whole`: cost of all the time; `faults`: kind and cost of each;
+    `undisturbed_step_s`: time between commits without faults."""
     span_s = whole.span_s
 
     def share(seconds: float) -> str:

@@ -4,7 +4,7 @@ import random
 
 from oobleck.core.profile import LayerProfile, Links, Profile
 
-#: d GPUs share a layer in 1/d^0.85 of the time of one.
+#: Exponent of speed by GPUs: d GPUs need 1/d^0.85 of the time of one for a layer.
 SCALING = 0.85
 LINKS = Links(intra_node_bytes_per_s=100e9, inter_node_bytes_per_s=12.5e9, latency_s=20e-6)
 
@@ -12,8 +12,8 @@ LINKS = Links(intra_node_bytes_per_s=100e9, inter_node_bytes_per_s=12.5e9, laten
 def profile(
     layers: int, gpus_per_node: int, *, kind: str, seed: int = 0, nodes_needed: int = 1
 ) -> Profile:
-    """`kind`: "gpt" has equal blocks between an embedding and a head, "random" no two layers
-    alike. The memory holds the model on about `nodes_needed` nodes at least."""
+    """Return a profile. `kind`: "gpt" has equal blocks between an embedding and a head, "random" no
+    two layers alike. With its memory the model needs about `nodes_needed` nodes."""
     rng = random.Random(seed)
     made = [
         _layer(number, weight, gpus_per_node)
@@ -38,7 +38,8 @@ def _weights(layers: int, kind: str, rng: random.Random) -> list[float]:
 
 
 def _layer(number: int, weight: float, gpus_per_node: int) -> LayerProfile:
-    """About a GPT-3 6.7B block on one GPU: 200 M parameters, 2048 tokens per micro-batch."""
+    """Return a layer like a GPT-3 6.7B block on one GPU: 200 M parameters, 2048 tokens per
+    micro-batch."""
     parameters = int(200e6 * weight)
     forward_s = 0.008 * weight
     gpus = range(1, gpus_per_node + 1)

@@ -34,7 +34,7 @@ _POLL_S = 0.1
 
 
 class NetCluster(Cluster):
-    """A context manager that leaves nothing."""
+    """Cluster in network namespaces; a context manager that leaves nothing behind."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class NetCluster(Cluster):
             folder = run.enter_context(run_folder())
             super().__init__(state_dir or folder / "state", folder)
             mount_memory(self.state_dir, state_mb)
-            # Workers that were just killed may still have files open there.
+            # Unmount even if workers that were just killed still have files open.
             run.callback(unmount, self.state_dir)
             names = [f"n{number}" for number in range(1, nodes + 1)]
             self.net = run.enter_context(Network([HEAD, *names], bytes_per_s))
@@ -80,7 +80,7 @@ class NetCluster(Cluster):
         self._pki = self.state_dir / "pki"
         self.credentials = self._pki / OPERATOR
         try:
-            # Off loopback nobody talks in the clear.
+            # Beyond loopback all traffic needs credentials.
             make_authority(self._pki, ())
             self.address = f"{self.net.address(HEAD)}:{PORT}"
             self.start_master()
@@ -98,7 +98,7 @@ class NetCluster(Cluster):
         self.stop()
 
     def set_clock(self, host: str, offset_s: float) -> None:
-        """Have the wall clock of all processes there be off by so much, from now on."""
+        """Shift the wall clock of all processes on the host, from now on."""
         path = self._scratch / f"clock-{host}"
         with path.open("r+b" if path.exists() else "wb") as file:
             file.write(struct.pack("d", offset_s))
@@ -115,8 +115,8 @@ class NetCluster(Cluster):
     # ---- daemons
 
     def start_master(self) -> int:
-        """Returns once it listens."""
-        # Drills fail nodes on purpose, and sooner than any that is to be put aside.
+        """Start the master; return once it listens."""
+        # Without quarantine, since drills fail nodes on purpose and often.
         arguments = ["--listen", self.address, "--state-dir", str(self.state_dir)]
         arguments += ["--quarantine-s", "0"]
         master = self._start(HEAD, "oobleck.master", *arguments, *self._master_options, piped=True)
@@ -136,7 +136,7 @@ class NetCluster(Cluster):
         return self.agents[name]
 
     def start_twin(self, host: str, name: str) -> subprocess.Popen[bytes]:
-        """One more agent called `name`, on `host`, which has to end by itself."""
+        """Start a second agent called `name`, on `host`; it must end by itself."""
         return self._start(host, "oobleck.agent", *self._identity(name))
 
     def _identity(self, name: str) -> list[str]:
@@ -179,11 +179,11 @@ class NetCluster(Cluster):
     # ---- processes
 
     def orphans(self) -> list[str]:
-        """Processes on the hosts that belong to no daemon that runs.
+        """Return the processes on the hosts that belong to no running daemon.
 
-        Those whose parent has just died need a moment to die with it, so who looks looks again.
+        Those whose parent has just died need a moment to die with it, so look repeatedly.
         """
-        there = self.net.processes()  # before its daemons', which may start more meanwhile
+        there = self.net.processes()  # before those of the daemons, which may start more meanwhile
         known = {process.pid for process in self.processes()}
         found = []
         for pid in there:
@@ -193,7 +193,7 @@ class NetCluster(Cluster):
         return found
 
     def stop(self) -> None:
-        """Agents first, as an operator would; then whatever is left by force."""
+        """Stop the agents first, as an operator would, then kill the remaining processes."""
         self.hang_up()
         with undisturbed(), self._run:
             self.net.heal()

@@ -16,25 +16,25 @@ from itertools import count, product
 
 from bench.support.scratch import is_over, own_name
 
-#: Set aside for tests of networks (RFC 2544): nobody's addresses.
+#: Addresses reserved for tests of networks (RFC 2544).
 _ADDRESSES = "198.18.{net}.{host}"
 _NETS = 250
 _OPERATOR = 250
 _END_S = 10.0
-#: Most bytes that pass at once, as the link's time, and at least so many. On a busy machine the
-#: kernel comes late to the queue, and a link then loses what exceeds this. Packets of up to 64 KB
-#: that exceed it are cut up, which takes ten times as much processor time.
+#: Burst of a link: its bytes in this time, at least so many. If a busy kernel serves the queue
+#: late, packets beyond the burst are lost; larger packets, of up to 64 KB, are split, which takes
+#: ten times as much processor time.
 _BURST_S, _LEAST_BURST_BYTES = 0.0015, 16 << 10
-#: Of the networks of this process.
+#: Counter of the networks of this process.
 _COUNT = count(1)
 
 
 class NetworkError(RuntimeError):
-    """The kernel refused a piece of the network."""
+    """Error of the kernel, which refused a part of the network."""
 
 
 def unusable() -> str:
-    """Why this machine cannot have such networks; empty: it can."""
+    """Return why this machine cannot have such networks; empty: it can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     for tool in ("ip", "tc", "nsenter"):
@@ -53,10 +53,11 @@ def unusable() -> str:
 
 
 class Network:
-    """Hosts that reach each other through the router; a context manager that leaves nothing."""
+    """Hosts connected by a router; a context manager that leaves nothing behind."""
 
     def __init__(self, hosts: Sequence[str], bytes_per_s: int | None = None) -> None:
-        """`bytes_per_s`: what every host can send, and receive; None: as fast as it goes."""
+        """Build the network. `bytes_per_s`: limit of every host's sends, and of its receives; None:
+        no limit."""
         self._bytes_per_s = bytes_per_s
         self._hosts: list[str] = []
         self._blocked: set[tuple[str, str]] = set()
@@ -79,8 +80,7 @@ class Network:
         self.close()
 
     def _claim(self) -> int:
-        """The number of a network that nobody else on this machine has: whose link to this machine
-        can be made. Makes the router."""
+        """Make the router; return a number that no other network on this machine has."""
         _run("ip", "netns", "add", self._router)
         for net in range(1, _NETS):
             link = ("ip", "link", "add", f"ob{net}op", "type", "veth", "peer", f"ob{net}far")
@@ -96,21 +96,21 @@ class Network:
         self._in_router("link", "set", "lo", "up")
         self._in_router("link", "set", far, "up")
         self._in_router("route", "add", self.operator, "dev", far)
-        # A host that is away is not told of.
+        # Drop packets to an absent host silently.
         self._in_router("route", "add", "blackhole", "default")
         inside = self._inside(self._router)
         _run(*inside, "sh", "-c", "echo 1 > /proc/sys/net/ipv4/ip_forward")
-        # The router answers for all hosts, so that to each of them the others seem to be near.
+        # The router answers ARP for all hosts, so that each seems to be on the same link.
         _run(*inside, "sh", "-c", f"echo 1 > /proc/sys/net/ipv4/conf/{far}/proxy_arp")
 
     def add(self, host: str) -> None:
-        """One more host."""
+        """Add a host."""
         self._hosts.append(host)
         self._connect(host)
 
     def replace(self, host: str) -> None:
-        """Start the kernel of the host, on which no process is left, anew: it knows no connection
-        of before, and has ended none."""
+        """Replace the kernel state of a host without processes: it forgets its connections without
+        closing them."""
         self._in_router("link", "del", self._port(host))
         _run("ip", "netns", "del", self._space(host))
         self._connect(host)
@@ -133,14 +133,14 @@ class Network:
 
     @property
     def operator(self) -> str:
-        """The address of this machine, outside of all hosts."""
+        """Address of this machine, outside of all hosts."""
         return _ADDRESSES.format(net=self._net, host=_OPERATOR)
 
     def address(self, host: str) -> str:
         return _ADDRESSES.format(net=self._net, host=self._hosts.index(host) + 1)
 
     def on(self, host: str) -> list[str]:
-        """The beginning of a command that runs on the host; its process is the command's own."""
+        """Return the beginning of a command that runs on the host, in the same process."""
         return self._inside(self._space(host))
 
     def _space(self, host: str) -> str:

@@ -1,8 +1,8 @@
-"""What a run has on this machine besides processes: folders, file systems, network namespaces.
+"""Things of a run on this machine besides processes: folders, file systems, network namespaces.
 
-They carry the process in their names. Whoever ends with an exception removes them, and SIGTERM and
-SIGHUP (unless it is ignored, as under nohup) become one; of those that were killed the next run
-that makes such things removes what is left.
+Their names contain the process. A run that ends with an exception removes them, and SIGTERM and
+SIGHUP (unless ignored, as under nohup) raise one. The remains of killed runs are removed by the
+next run that makes such things.
 """
 
 import contextlib
@@ -25,19 +25,19 @@ _NAME = re.compile(r"oobleck-run-(\d+)(-|$)")
 
 
 def own_name() -> str:
-    """What the names of all that this process makes begin with; nobody else names things so, since
-    what is left is removed unasked."""
+    """Return the prefix of the names of all that this process makes. Nothing else may have it,
+    since remains are removed unasked."""
     return f"oobleck-run-{os.getpid()}"
 
 
 def is_over(name: str) -> bool:
-    """Whether a thing of that name is of a run that is no more."""
+    """Return whether a thing of that name is of a run that has ended."""
     match = _NAME.match(name)
     return match is not None and not psutil.pid_exists(int(match[1]))
 
 
 class _Ends:
-    """What signals do that ask this process to end: raise KeyboardInterrupt, or wait."""
+    """Handler of signals that end this process: they raise KeyboardInterrupt, or wait."""
 
     def __init__(self) -> None:
         self._waiting: list[int] | None = None
@@ -45,7 +45,7 @@ class _Ends:
     @contextlib.contextmanager
     def raised(self) -> Iterator[None]:
         if threading.current_thread() is not threading.main_thread():
-            yield  # Python allows it nowhere else, and signals come nowhere else
+            yield  # only the main thread may set handlers, and gets signals
             return
         ends = (signal.SIGTERM, *end_signals())
         before = {signum: signal.signal(signum, self._handle) for signum in ends}
@@ -76,19 +76,20 @@ _ends = _Ends()
 
 @contextlib.contextmanager
 def run_folder() -> Iterator[Path]:
-    """A folder for this run. Within, SIGTERM and SIGHUP raise KeyboardInterrupt as Ctrl-C does."""
+    """Yield a folder for this run. Within the context SIGTERM and SIGHUP raise
+    KeyboardInterrupt."""
     sweep()
     with _ends.raised(), tempfile.TemporaryDirectory(prefix=f"{own_name()}-") as folder:
         yield Path(folder)
 
 
 def undisturbed() -> contextlib.AbstractContextManager[None]:
-    """For the end of a run, which is not to be ended in the middle: such signals wait."""
+    """Delay such signals within the context, for the end of a run."""
     return _ends.held()
 
 
 def sweep() -> None:
-    """Remove the folders and file systems of runs that are no more."""
+    """Remove the folders and file systems of runs that have ended."""
     for mounted in psutil.disk_partitions(all=True):
         if is_over(mounted.device):
             unmount(Path(mounted.mountpoint))
@@ -98,12 +99,12 @@ def sweep() -> None:
 
 
 def mount_memory(folder: Path, megabytes: int) -> None:
-    """A file system of that size, at a folder that is made."""
+    """Make the folder, and mount a file system of that size there."""
     folder.mkdir(parents=True, exist_ok=True)
     disk = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", own_name(), str(folder)]
     subprocess.run(disk, check=True)
 
 
 def unmount(folder: Path) -> None:
-    """Whether or not anything still has files open there, or it was mounted at all."""
+    """Unmount the folder, even if files are open there, or if it was not mounted."""
     subprocess.run(["umount", "--lazy", str(folder)], check=False, stderr=subprocess.DEVNULL)

@@ -1,4 +1,4 @@
-"""A cluster whose master and agents are started one by one, as an operator does by hand."""
+"""Cluster whose master and agents are started one by one, as an operator does by hand."""
 
 import contextlib
 import os
@@ -14,12 +14,12 @@ from bench.support.daemons import FORK_DAEMONS, alive, forked, with_parent
 from bench.support.ports import choose_address
 from bench.support.preloaded import Preloaded
 
-#: For a daemon that was told to end.
+#: Time for a daemon to end after a signal.
 _ENDS_S = 240.0
 
 
 class Daemons(Cluster):
-    """A master and agents, each started by itself as on a machine of its own."""
+    """Master and agents, each started by itself as on a machine of its own."""
 
     def __init__(self, folder: Path, preloaded: Preloaded | None = None) -> None:
         """`folder`: a new one, for the state directory, job files and logs. `preloaded`: starts
@@ -27,14 +27,14 @@ class Daemons(Cluster):
         folder.mkdir()
         super().__init__(folder / "state", folder)
         self.preloaded = preloaded
-        #: Of the release that the next one is of.
+        #: Environment of the next daemon, which decides its release.
         self.environment: Mapping[str, str] = {}
         if preloaded is not None:
             preloaded.wait()
             self.python_path = preloaded.python_path
             self.environment = {"PYTHONPATH": preloaded.python_path, **FORK_DAEMONS}
         self._started: list[subprocess.Popen[str]] = []
-        #: By the pid of the process that does the work.
+        #: Daemons, by the pid of the process that does the work.
         self._working: dict[int, subprocess.Popen[str]] = {}
 
     def _start(self, *command: str) -> subprocess.Popen[str]:
@@ -50,12 +50,13 @@ class Daemons(Cluster):
         return daemon
 
     def run_master(self, *options: str) -> subprocess.Popen[str]:
-        """Start one, which may refuse to."""
+        """Start a master, which may refuse to start."""
         listen = ("--listen", self.address or choose_address(), "--state-dir", str(self.state_dir))
         return self._start(*with_parent("oobleck.master"), *listen, *options)
 
     def start_master(self, *options: str) -> None:
-        """Where the one before was, if there was one."""
+        """Start a master at the address of the last one, if there was one, and wait until it
+        listens."""
         daemon = self.run_master(*options)
         assert daemon.stdout is not None
         line = daemon.stdout.readline()
@@ -73,18 +74,18 @@ class Daemons(Cluster):
         return pid
 
     def kill_master(self) -> None:
-        """As by kill -9."""
+        """Kill the master by SIGKILL."""
         os.kill(self.master_pid, signal.SIGKILL)
         self.code(self.master_pid)
         self.master_pid = 0
 
     def end(self, pid: int) -> None:
-        """As a service manager does, and wait for it."""
+        """End a daemon by SIGTERM, as a service manager does, and wait for it."""
         os.kill(pid, signal.SIGTERM)
         self.code(pid)
 
     def code(self, pid: int) -> int:
-        """The exit code of a daemon that ends."""
+        """Wait for a daemon to end; return its exit code."""
         return self._working[pid].wait(_ENDS_S)
 
     def roots(self) -> list[int]:

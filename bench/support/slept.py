@@ -1,6 +1,6 @@
-"""A model whose layers take a fixed time and a given state, however many processes share a core.
+"""Model whose layers have a fixed time and size of state, however many processes share a core.
 
-So a cluster on a machine with few cores steps as one on as many hosts would.
+So a cluster on a machine with few cores steps like one on as many hosts.
 """
 
 import time
@@ -15,7 +15,7 @@ from oobleck.model import Model
 
 
 class _Sleep(torch.autograd.Function):
-    """Takes so many seconds forward, and backward."""
+    """Function that takes a fixed time, forward and backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:

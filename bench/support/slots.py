@@ -30,7 +30,8 @@ def slot(hop: Hop) -> HopTicks:
 
 
 def ticks_of(schedule: Schedule, *, stages: int, microbatches: int, slot: int = 1) -> int:
-    """A step of one pipeline, where a slot takes so many ticks: each stage keeps its order."""
+    """Return the ticks of a step of one pipeline, in which each stage keeps its order. `slot`:
+    ticks per slot."""
     orders = [
         list(compute_order(schedule, stages=stages, stage=stage, microbatches=microbatches))
         for stage in range(stages)
@@ -66,7 +67,8 @@ def no_loss(schedule: Schedule, stages: int, microbatches: int) -> int:
 def replanned(
     schedule: Schedule, pipelines: int, stages: int, microbatches: int, *, hits: int = 1
 ) -> float:
-    """Some pipelines with a stage less; a slot there takes S / (S - 1) of one elsewhere."""
+    """Return the slots of a step if some pipelines have one stage less, whose slots take S / (S -
+    1) of the others'."""
     best = None
     for hit in range(1, microbatches + 1):
         others = -(-(pipelines * microbatches - hits * hit) // (pipelines - hits))

@@ -18,26 +18,25 @@ from typing import Protocol
 _V1 = Path("/sys/fs/cgroup/cpu")
 _V2 = Path("/sys/fs/cgroup")
 _PERIOD_US = 20_000
-#: For the end of a process that is on its way.
+#: Time-out for the end of a process.
 _ENDING_S = 60.0
 _numbers = itertools.count()
 
 
 class Throttle(Protocol):
-    #: In words.
+    #: Description of the method.
     how: str
 
     def set(self, cores: float) -> None:
-        """From now on the process has at most so much of a processor."""
+        """Limit the process to so much of a processor from now on."""
 
     def close(self) -> None:
-        """It is on its own again, if it lives."""
+        """Lift the limit, if the process lives."""
 
 
 @contextlib.contextmanager
 def throttled(pids: Mapping[str, int], cores: float) -> Iterator[dict[str, Throttle]]:
-    """Each of the processes, with all its threads, has at most `cores` of a processor for itself,
-    until the end."""
+    """Limit each process, with all its threads, to `cores` of a processor within the context."""
     with contextlib.ExitStack() as stack:
         throttles: dict[str, Throttle] = {}
         for name, pid in pids.items():
@@ -48,12 +47,12 @@ def throttled(pids: Mapping[str, int], cores: float) -> Iterator[dict[str, Throt
 
 
 class _Quota:
-    """A control group of its own."""
+    """Throttle by a control group."""
 
     how = "cgroup quota"
 
     def __init__(self, pid: int, root: Path) -> None:
-        """Raises OSError where the machine does not let us."""
+        """Make the control group. Raise OSError if this machine does not allow it."""
         self._root = root
         self._group = root / f"oobleck-{os.getpid()}-{next(_numbers)}"
         self._group.mkdir()
@@ -82,21 +81,22 @@ class _Quota:
     def close(self) -> None:
         deadline = time.monotonic() + _ENDING_S
         while True:
-            # Who ended is in it no more, and its number may be another process's.
+            # Read the group's processes: a process that has ended is not among them, and its pid
+            # may be reused.
             for pid in (self._group / "cgroup.procs").read_text().split():
                 with contextlib.suppress(ProcessLookupError):
                     (self._root / "cgroup.procs").write_text(pid)
             try:
                 self._group.rmdir()
                 return
-            except OSError as error:  # the kernel still takes down one that has just ended
+            except OSError as error:  # the kernel is still removing an ended process
                 if error.errno != errno.EBUSY or time.monotonic() > deadline:
                     raise
             time.sleep(0.01)
 
 
 class _Turns:
-    """A thread that stops the process and continues it."""
+    """Throttle by a thread that stops and continues the process."""
 
     how = "SIGSTOP turns"
 

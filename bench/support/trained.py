@@ -1,4 +1,4 @@
-"""A job that trains in its first plan on nodes that are all ready, as the master knows it."""
+"""State of a master with a job that trains in its first plan, on nodes that are all ready."""
 
 from collections.abc import Sequence
 
@@ -18,7 +18,7 @@ from oobleck.proto.types import NodeFacts, NodeStatus, WorkerStatus
 
 
 def ready_node(name: str, job_id: JobId, *, memory: int, slots: int) -> Node:
-    """Its workers have committed step 5 of the job's first generation."""
+    """Return a node whose workers have committed step 5 of the job's first generation."""
     facts = NodeFacts(
         node=NodeName(name),
         incarnation=Incarnation(name.strip("n").zfill(4)),
@@ -46,7 +46,7 @@ def ready_node(name: str, job_id: JobId, *, memory: int, slots: int) -> Node:
 def planned_job(
     job_id: JobId, spec: JobSpec, nodes: Sequence[Node], profile: Profile | None = None
 ) -> tuple[ClusterState, Job]:
-    """The state of a master, and the job in its first plan, on all of the nodes. `profile`: None:
+    """Return the state of a master, and its job in its first plan on all nodes. `profile`: None:
     the estimate."""
     job = Job(id=job_id, request_id="", spec=spec, submitted_at=0.0)
     job.lineage.most_nodes = len(nodes)

@@ -1,4 +1,4 @@
-"""What a contender is, and how contenders are compared: in turns, again and again.
+"""Contenders, and their comparison in turns, round after round.
 
 Times drift with the load of the machine, so only times of the same round are compared, and the
 figure that counts is the median of their ratios over the rounds.
@@ -14,11 +14,11 @@ import psutil
 
 @dataclass(frozen=True, kw_only=True)
 class Footprint:
-    """What one of several processes has, at most: each figure may be another one's."""
+    """Largest figures of several processes; each figure may be of another process."""
 
     threads: int
     files: int
-    #: Of memory that it shares with no other process.
+    #: Bytes of memory shared with no other process.
     own_bytes: int
 
 
@@ -33,13 +33,13 @@ def footprint(pids: Iterable[int]) -> Footprint:
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """What one contender showed in one round."""
+    """Result of one contender in one round."""
 
     #: Seconds from the end of a step to that of the next, on average.
     step_s: float
     #: Processor seconds of all its processes per step: hardly touched by other load.
     processor_s: float
-    #: Of its processes, after the last step.
+    #: Footprint of its processes after the last step.
     footprint: Footprint
 
 
@@ -51,7 +51,8 @@ class Contender(Protocol):
 def take_turns(
     contenders: Mapping[str, Contender], *, rounds: int, steps: int
 ) -> dict[str, list[Turn]]:
-    """The turns of each contender, by round; each round begins with another one."""
+    """Run all contenders in turns; return each one's turns, by round. Each round begins with
+    another one."""
     turns: dict[str, list[Turn]] = {name: [] for name in contenders}
     names = list(contenders)
     for number in range(rounds):
@@ -63,7 +64,7 @@ def take_turns(
 
 @dataclass(frozen=True, kw_only=True)
 class Ratio:
-    """How many times as fast one contender is as another: over all rounds."""
+    """Ratio of the speeds of two contenders, over all rounds."""
 
     median: float
     low: float
@@ -76,7 +77,7 @@ def speed(ours: Sequence[Turn], theirs: Sequence[Turn]) -> Ratio:
 
 
 def saving(ours: Sequence[Turn], theirs: Sequence[Turn]) -> float:
-    """As `speed`, of processor time; its median."""
+    """Return the median ratio of processor times, theirs to ours."""
     return statistics.median(
         b.processor_s / a.processor_s for a, b in zip(ours, theirs, strict=True)
     )
