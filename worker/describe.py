@@ -133,10 +133,8 @@ def _numbers(kind: LayerSketch) -> int:
 
 
 def _made_up(spec: OwnModelSpec, *, most: int) -> tuple[Tensor, Tensor]:
-    """Return random inputs and targets, with token numbers below `most`.
-
-    The user's text may not have been tokenized yet.
-    """
+    """Return random inputs and targets, with token numbers below `most`, since the user's text may
+    not be tokenised yet."""
     assert spec.sequence_length is not None, "the job was checked"
     draws = torch.Generator().manual_seed(0)
     shape = SAMPLES, spec.sequence_length + 1

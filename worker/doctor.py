@@ -93,9 +93,9 @@ def copies(devices: Sequence[str]) -> Iterator[Finding]:
     need."""
     for device in devices:
         pinned = torch.empty(1 << 28, dtype=torch.uint8, pin_memory=True)
-        there = torch.empty_like(pinned, device=device)
-        to_device = functools.partial(there.copy_, pinned)
-        to_host = functools.partial(pinned.copy_, there)
+        on_device = torch.empty_like(pinned, device=device)
+        to_device = functools.partial(on_device.copy_, pinned)
+        to_host = functools.partial(pinned.copy_, on_device)
         _timed(to_device, device)
         up = pinned.numel() / _timed(to_device, device, times=4)
         down = pinned.numel() / _timed(to_host, device, times=4)
@@ -122,8 +122,8 @@ def peers(devices: Sequence[str]) -> Iterator[Finding]:
         yield Finding(check="peers", level="slow", what=what, fix=fix)
         return
     block = torch.empty(1 << 28, dtype=torch.uint8, device=devices[0])
-    there = torch.empty_like(block, device=devices[1])
-    copy = functools.partial(there.copy_, block)
+    on_device = torch.empty_like(block, device=devices[1])
+    copy = functools.partial(on_device.copy_, block)
     _timed(copy, devices[0])
     rate = block.numel() / _timed(copy, devices[0], times=8)
     yield judge_peers(board_name(places[0]), rate)
@@ -160,7 +160,7 @@ def judge_speed(device: str, own: float, torchs: float) -> Finding:
 
 
 def job_of(place: torch.device) -> JobSpec:
-    """Return the job that both train, large enough to keep a GPU busy."""
+    """Return the job for both speed tests, large enough to keep a GPU busy."""
     large = has_queue(place)
     return JobSpec(
         name="doctor",

@@ -21,7 +21,7 @@ from oobleck.worker.transport.linked import LinkTransport
 from oobleck.worker.transport.links.calls import Card
 from oobleck.worker.transport.meeting import epoch_of, secret_of
 from oobleck.worker.transport.transport import Transport
-from oobleck.worker.transport.tree import HANDS, joined, parts
+from oobleck.worker.transport.tree import FAN_OUT, joined, parts
 
 log = logging.getLogger(__name__)
 
@@ -181,10 +181,10 @@ class Membership:
             trained = context.progress.begun > 0
             word = joined([connector.announced(wiring, trained=trained), standing])
             cards = self._cards_of_all(assign)
-            told = [parts(each, 2) for each in host.meet(at, near, word, check_newest, cards)]
+            announced = [parts(each, 2) for each in host.meet(at, near, word, check_newest, cards)]
         except CalledOff:
             raise Superseded(Generation(generation + 1)) from None
-        devices, self.standings = zip(*told, strict=True)
+        devices, self.standings = zip(*announced, strict=True)
         _probe(context, "before:connect", assign)
         found = None if moving is None else partial(moving, self.standings)
         return connector.equip(host, devices, wiring, found)
@@ -194,7 +194,7 @@ class Membership:
 
         None if they are not needed, or if the members are not the plan's workers.
         """
-        if len(self._members) <= HANDS or tuple(self._members) != assign.plan.workers:
+        if len(self._members) <= FAN_OUT or tuple(self._members) != assign.plan.workers:
             return None
         cards = enumerate(assign.rendezvous.cards)
         return {rank: Card.read(card) for rank, card in cards if card}

@@ -1,9 +1,9 @@
 """Life of a worker: enter a generation, train in it until it ends, enter the next.
 
-`Session` owns the reaction to each end of a generation, and at the end of the process, the owner of
-the error that caused it: the node, the user or we. The process and its layers outlive generations.
-Must not know how workers join (`membership`) or agree (`recover`). `Training` owns what happens
-between two steps.
+`Session` owns the reaction to each end of a generation. At the end of the process it decides whose
+error that was: the node's, the user's or ours. The process and its layers outlive generations. Must
+not know how workers join (`membership`) or agree (`recover`). `Training` owns what happens between
+two steps.
 """
 
 import logging
@@ -130,8 +130,7 @@ class Session:
             self._leave(orderly=False)
         except (DataError, JobError, NodeError):
             if self._membership is not None:
-                # Others may be about to fail in the same way; the end of this worker is not their
-                # loss.
+                # Do not report lost peers any more: they may fail in the same way.
                 self._membership.stand_down()
             raise
         except Superseded as superseded:
@@ -146,7 +145,7 @@ class Session:
             return context.control.wait_next(generation)
 
     def _begin(self, assign: Assign) -> None:
-        """Begin the generation of `assign`, outside which earlier work no longer counts."""
+        """Begin the generation of `assign`, and drop work of earlier ones."""
         context, generation = self._context, assign.plan.generation
         self._entered, self._membership = generation, None
         context.control.answered()

@@ -47,7 +47,7 @@ def start(launch: Launch, control: Control) -> tuple[WorkerContext, Data]:
     torch.set_float32_matmul_precision(job.training.float32_matmul)
     _check_places(job)
     precision.check(job, connector.device)
-    # All CPU workers of a node run the same code in the same memory; the first one's check holds.
+    # On CPUs the check by the node's first worker holds for all its workers.
     alike = connector.device.type == "cpu" and launch.worker.slot > 0
     with on_this_node(job, control, launch.ready_by):
         check_code(job)
@@ -90,7 +90,7 @@ def _make_context(
             launch.address,
             silence_s=launch.silence_s,
             sealed=job.seals_links(on_loopback=is_loopback(launch.address)),
-            # An honest peer that is that far ahead would exhaust this worker's memory anyway.
+            # No limit for honest peers: one so far ahead would exhaust this worker's memory anyway.
             most_early_bytes=total_memory() // (2 * launch.workers),
         ),
         state=ModelState(job, device),

@@ -118,7 +118,10 @@ def check_place(spec: CheckpointSpec) -> None:
 
 
 class CheckpointLocation:
-    """Place of a job's checkpoints, as the workers of one generation see it."""
+    """Place of a job's checkpoints, as the workers of one generation see it.
+
+    Every worker calls the public methods that exchange findings, in the same order.
+    """
 
     def __init__(
         self, context: WorkerContext, spec: CheckpointSpec, assign: Assign, transport: Transport
@@ -290,6 +293,6 @@ class CheckpointLocation:
         """Return the candidates of the first worker that has any, and whether any sees damage."""
         some = [(item.manifest.step, item.identity) for item in own[:_MOST_TRIED]]
         seen = _Seen(some, bool(self._damaged))
-        told = tell_all(self._transport, seen, _Seen)
-        candidates = next((other.candidates for other in told if other.candidates), [])
-        return candidates, any(other.damaged for other in told)
+        seen_by_all = tell_all(self._transport, seen, _Seen)
+        candidates = next((other.candidates for other in seen_by_all if other.candidates), [])
+        return candidates, any(other.damaged for other in seen_by_all)

@@ -111,7 +111,7 @@ class Saver:
         last = self._last
         if last is None:
             return vote.SaveVote()
-        busy = last.busy  # read first: a thread that has ended has set its failure
+        busy = last.busy  # before `failed`, which is final only once the thread has ended
         return vote.SaveVote(busy=busy, failed=self._open and last.failed)
 
     def committed(self, step: int, verdict: vote.SaveVerdict) -> None:
@@ -229,7 +229,7 @@ class Saver:
             self._control.pause(self._assign.plan.generation, _RETRY_S)
 
     def _rest(self) -> str:
-        """Return the end of an error message: which state is saved."""
+        """Return the rest of an error message, which says up to which step the state is saved."""
         return f"that of step {self.saved_step} is" if self.saved_step else "nor is an earlier one"
 
     def _newest_saved(self, transport: Transport) -> int:
@@ -237,8 +237,8 @@ class Saver:
 
         A worker that joined late knows of no earlier save.
         """
-        told = transport.all_gather(torch.tensor([self.saved_step]))
-        self.saved_step = max(int(row[0]) for row in told)
+        gathered = transport.all_gather(torch.tensor([self.saved_step]))
+        self.saved_step = max(int(row[0]) for row in gathered)
         return self.saved_step
 
     def _conclude(self, transport: Transport) -> None:
@@ -246,8 +246,8 @@ class Saver:
         assert self._assign is not None, "steps are run in a generation"
         while True:
             own = self._vote()
-            told = transport.all_gather(torch.tensor([own.busy, own.failed], dtype=torch.int64))
-            busy, failed = torch.stack(told).sum(dim=0).tolist()
+            gathered = transport.all_gather(torch.tensor([own.busy, own.failed], dtype=torch.int64))
+            busy, failed = torch.stack(gathered).sum(dim=0).tolist()
             if self._open:
                 verdict = vote.SaveVerdict(due=False, wish=0, busy=busy, failed=failed > 0)
                 self._follow(verdict)

@@ -81,21 +81,21 @@ class Ring:
     def _copy_row(self, row: Tensor, into: Tensor) -> None:
         width = self._slots[0].nbytes // row.itemsize
         #: Copies in flight: buffer, destination, and the event of the copy's end.
-        coming: deque[tuple[Tensor, Tensor, torch.Event | None]] = deque()
+        in_flight: deque[tuple[Tensor, Tensor, torch.Event | None]] = deque()
         pieces = zip(torch.split(row, width), torch.split(into, width), strict=True)
         for number, (piece, place) in enumerate(pieces):
-            if len(coming) == self.slots:
-                _take(*coming.popleft())
+            if len(in_flight) == self.slots:
+                _take(*in_flight.popleft())
             slot = self._slots[number % self.slots][: piece.nbytes].view(piece.dtype)
             slot.copy_(piece, non_blocking=True)
-            coming.append((slot, place, self.mark()))
-        while coming:
-            _take(*coming.popleft())
+            in_flight.append((slot, place, self.mark()))
+        while in_flight:
+            _take(*in_flight.popleft())
 
 
-def _take(slot: Tensor, place: Tensor, come: torch.Event | None) -> None:
-    if come is not None:
-        come.synchronize()
+def _take(slot: Tensor, place: Tensor, copied: torch.Event | None) -> None:
+    if copied is not None:
+        copied.synchronize()
     place.copy_(slot)
 
 
@@ -121,7 +121,7 @@ class Snapshots:
         self._made[layer] = copy
 
     def make(self) -> None:
-        """Copy all that was added; afterwards, even on an error, nothing is read any more."""
+        """Copy all that was added. Once it returns or raises, the tensors may change."""
         try:
             for layer, state in sorted(self._sources.items()):
                 copy = torch.empty(state.shape, dtype=state.dtype, device="cpu")

@@ -1,8 +1,8 @@
 """Thread that writes one checkpoint: this worker's layers and, on one worker, the manifest.
 
 Each writer writes its layers' files, then a list of them with their hashes. The publisher waits for
-all lists and writes the manifest, which completes the checkpoint. So workers agree by the folder
-alone, and an unshared folder is detected.
+all lists and writes the manifest, which completes the checkpoint. The folder is the only means of
+communication, so a folder that is not shared is detected.
 """
 
 import hashlib
@@ -84,7 +84,7 @@ class Order:
     def parts(self) -> Mapping[int, WorkerId]:
         """Workers that write something, by rank."""
         ranks = enumerate(self.writers)
-        return {r: who for r, (who, layers) in ranks if layers or r == self.recorder}
+        return {r: worker for r, (worker, layers) in ranks if layers or r == self.recorder}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,7 +150,7 @@ class CheckpointWriter:
             self._changed.set()
 
     def abandon(self, *, disturbed: bool) -> None:
-        """Stop before the next file; the files may still complete the checkpoint.
+        """Stop before the next file. If there is none, the checkpoint may still be completed.
 
         `disturbed`: workers are lost; otherwise, one could not write.
         """
@@ -257,7 +257,7 @@ class CheckpointWriter:
             job=self.order.job_id,
             step=self.order.step,
             created=time.time(),
-            model=_told(job.model),
+            model=_without_secrets(job.model),
             training=job.training,
             data=self.order.data,
             base=self.order.base,
@@ -365,7 +365,7 @@ def _describe(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _told(model: AnyModel) -> AnyModel:
+def _without_secrets(model: AnyModel) -> AnyModel:
     """Return `model` as a manifest may state it: without secrets in the address of its weights."""
     if isinstance(model, ModelSpec | OwnModelSpec) and model.weights is not None:
         return replace(model, weights=redact(model.weights))

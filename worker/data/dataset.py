@@ -335,7 +335,7 @@ def cached_tokens(
                 writer,
                 field=spec.field,
                 separator=separator,
-                report=_Telling(paths),
+                report=_ProgressLog(paths),
             )
     log.info("tokenised", extra={"tokens": info.tokens, "file": str(target)})
     return str(target), info
@@ -390,7 +390,7 @@ def _lock(descriptor: int, path: Path) -> None:
         ) from error
 
 
-class _Telling:
+class _ProgressLog:
     """Progress log of tokenising a large corpus."""
 
     def __init__(self, paths: Sequence[str]) -> None:

@@ -4,9 +4,9 @@
 each token from those before it. Masked (BERT, Devlin et al. 2019 §3.1): 15% of a row's tokens from
 all the others. Owns the choice of tokens and the loss; a row gives the same on any worker.
 
-As torch computes the loss, the logits of a large vocabulary are there several times in float32:
-widened, their logarithms of shares, and a gradient of each. Here one chunk at a time is. The
-gradient is made with the loss, from the same shares, so nothing is computed twice.
+With a large vocabulary torch's own loss keeps several float32 copies of the logits: the widened
+ones, their log-softmax, and a gradient of each. Here only one chunk at a time has such copies. The
+gradient is computed together with the loss, from the same softmax.
 """
 
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ from oobleck.worker.runtime.random import RowKeys, generator
 
 
 _FEISTEL_ROUNDS = 6
-#: Number of the fixed shuffle whose last samples are held out; it is no epoch and ignores the seed.
+#: In place of an epoch: the fixed shuffle whose last samples are held out. It ignores the seed.
 _SPLIT = -1
 
 
@@ -119,7 +119,7 @@ MASKED = 0.8
 RANDOM = 0.1
 #: Target of a token that does not count.
 IGNORED = -100
-#: So few logits go through torch's own, which takes fewer operations, and more memory.
+#: Up to this many logits use torch's own loss, which takes fewer operations and more memory.
 _FEW = 1 << 18
 
 
@@ -159,10 +159,10 @@ def loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, *, ignored: int) -> Tensor:
-    """Compute the mean over the targets (n) that are not `ignored`, in float32 at least, of logits
-    (n, c).
+    """Return the mean cross entropy of logits (n, c) over the targets (n) that are not `ignored`,
+    in float32 at least.
 
-    Where a gradient is wanted the logits may be used up: nobody may look at them after.
+    If a gradient is wanted, the logits may be overwritten, so do not use them afterwards.
     """
     if logits.numel() <= _FEW and logits.dtype in (torch.float32, torch.float64):
         return F.cross_entropy(logits, targets, ignore_index=ignored)
@@ -177,7 +177,7 @@ class _CrossEntropy(torch.autograd.Function):
         wide = torch.promote_types(logits.dtype, torch.float32)
         counted = targets != ignored
         share = counted.sum().to(wide).reciprocal_()
-        # Of a target that is ignored, the first class stands for none; it counts with nothing.
+        # An ignored target gets class 0 as a placeholder, with weight 0.
         classes, weights = targets.where(counted, 0)[:, None], (counted * share)[:, None]
         less = torch.full((1, 1), -1.0, dtype=wide, device=logits.device)
         losses = []

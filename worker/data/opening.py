@@ -182,7 +182,7 @@ class Prefetcher:
                 self._loads[key] = self._threads.submit(self._load, *key)
 
     def take(self, step: int, microbatch: int) -> Loaded:
-        """Return rows that `begin` has requested; they stay until it is called for a later step.
+        """Return rows that `begin` has requested. They are kept until it begins a later step.
 
         Raise DataError if they cannot be read.
         """

@@ -35,8 +35,8 @@ from oobleck.worker.runtime.errors import HelperLost, JobError
 
 #: Samples whose content shows whether nodes have the same data.
 _FINGERPRINTED = 16
-#: Lock of all reads in this process, of any data set. An evaluation reads while the next step is
-#: prefetched, and both may move the position of one open file.
+#: Lock of all reads in this process, of any data set: an evaluation reads while the next step is
+#: prefetched, and the user's code may share an open file between both.
 _READING = threading.Lock()
 
 
@@ -145,7 +145,7 @@ def _forked(source: _Source) -> _Child:
     marker = Marker()
     process = context.Process(target=_serve, args=(os.getpid(), source, there, marker))
     with warnings.catch_warnings():
-        # Python warns of forks beside threads. The only one here listens to the agent.
+        # Python warns of forks beside threads. The only other thread here listens to the agent.
         warnings.simplefilter("ignore", DeprecationWarning)
         process.start()
     there.close()  # or the pipe would outlive the process, and later forks would inherit it

@@ -69,8 +69,8 @@ def options(spec: ModelSpec) -> dict[str, Any]:
 @cached(maxsize=16)
 def _configuration(kind: Callable[..., Any], text: str) -> Any:
     try:
-        # Special tokens are left out: they mean nothing to training, and draw a warning where they
-        # are beyond the vocabulary.
+        # Leave out special tokens: training ignores them, and transformers warns about those
+        # beyond the vocabulary.
         config = kind(**json.loads(text), bos_token_id=None, eos_token_id=None)
     except (StrictDataclassError, ValueError, TypeError, KeyError) as error:
         why = " ".join(str(error).split())
@@ -86,8 +86,7 @@ def configuration(kind: Callable[..., Any], spec: ModelSpec) -> Any:
 
 def table(rows: int, width: int, padding: int | None = None) -> nn.Embedding:
     """Return an embedding table with uninitialised values. The row `padding` gets no gradient."""
-    # The values are given, since Embedding's own draw loads all of torch._dynamo on the meta
-    # device.
+    # Pass values, since on the meta device Embedding's own draw loads all of torch._dynamo.
     values = torch.empty(rows, width)
     return nn.Embedding(rows, width, padding_idx=padding, _weight=values)
 
@@ -118,9 +117,9 @@ def draw(
     scaled: tuple[str, ...] = (),
     scale: float = 1.0,
 ) -> None:
-    """Draw the initial weights as transformers' `_init_weights` does, except for the deviation of
-    some matrices. It is multiplied by `scale` where a name ends with one of `scaled`. The row of
-    the padding token is zero."""
+    """Draw the initial weights as transformers' `_init_weights` does. Multiply the deviation of
+    matrices whose names end with one of `scaled` by `scale`. The row of the padding token is
+    zero."""
     base = options(spec)["initializer_range"]
     draw_parameters(
         module,
@@ -143,8 +142,8 @@ def zero_row(weight: Tensor, row: int) -> None:
 
 
 def _kernels_take_groups(query: Tensor) -> bool:
-    """Return whether fused attention reads keys and values of fewer heads as they are. GPUs'
-    kernels for wide numbers do not, and torch would fall back on whole matrices of scores."""
+    """Return whether fused attention accepts fewer heads of keys and values than of queries. GPU
+    kernels for wide numbers do not: torch would fall back to whole matrices of scores."""
     return query.device.type == "cpu" or query.dtype in (torch.bfloat16, torch.float16)
 
 
@@ -208,9 +207,9 @@ class Gpt2Embedding(Layer):
 class _QueryKeyValue(TransposedLinear):
     """The three projections in one.
 
-    A constant added to every key adds the same to all scores of a query. So the key bias has no
-    effect, and a true gradient of zero. Its rounding noise, which Adam would amplify into updates
-    that differ from one plan to the next, is kept out.
+    The key bias adds the same to all scores of a query, so its true gradient is zero. Adam would
+    amplify the gradient's rounding noise into updates that differ from plan to plan. So the key
+    bias is cut from autograd.
     """
 
     def offset(self) -> Tensor:
@@ -280,9 +279,9 @@ class LlamaEmbedding(Layer):
 
 
 class _LlamaNorm(LlamaRMSNorm):  # type: ignore[misc]  # transformers is not followed
-    """Norm of Llama that is true in float64; in float32 and below it is the original. The original
-    rounds float64 to float32. A difference in the last bit, as another order of sums gives, would
-    become one of float32's size."""
+    """Norm of Llama that computes in float64 if its input is; otherwise the original. The original
+    would round float64 to float32, and so magnify differences in the last bit, as another order of
+    sums gives."""
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))

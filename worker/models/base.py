@@ -23,13 +23,14 @@ from oobleck.worker.runtime.random import RowKeys, Site, generator, keep_mask
 #: Losses and weights of rows, (rows,) each; weights None: every row weighs 1.
 RowLosses = tuple[Tensor, Tensor | None]
 
-#: Samples of the current computation: modules of transformers do not pass them on to their dropout.
+#: Samples of the current computation. A context variable, since modules of transformers do not pass
+#: arguments on to their dropout.
 _rows: ContextVar[RowKeys] = ContextVar("rows")
 
 
 @contextmanager
 def keyed(rows: RowKeys) -> Iterator[None]:
-    """Have the modules that run within compute these samples."""
+    """Set the samples that modules compute within this context."""
     token = _rows.set(rows)
     try:
         yield
@@ -155,16 +156,16 @@ def draw_parameters(
 
 # ---- A linear layer whose weight gradient is added to its sum apart from autograd's.
 #
-# Zero-bubble schedules make the gradient that the stage before waits for first, and weight
-# gradients when there is nothing else to do. Nearly all the work of a weight gradient is in the
-# matrices of linear layers, so only those are split. Biases, norms and embeddings get theirs with
+# Zero-bubble schedules first compute the gradient that the previous stage waits for, and weight
+# gradients when the worker would idle. Nearly all the work of weight gradients is in linear layers,
+# so only their matrices are split. Biases, norms and embeddings get their gradients together with
 # the input's.
 #
-# Where products are narrower than the sum, a product adds to the sum without being rounded first.
-# Autograd would write the rounded product to memory and read it again.
+# If products are narrower than the sum (bf16 into float32), a product is added to the sum without
+# being rounded first. Autograd would write the rounded product to memory and read it again.
 #
-# In the forward the weight stands outside of autograd, so the ordinary backward makes the input's
-# gradient alone. A hook or a function keeps the tensors that the weight's gradient is made of.
+# The forward detaches the weight from autograd, so the ordinary backward computes only the input's
+# gradient. A hook or a function keeps the tensors from which the weight's gradient is computed.
 
 
 class WeightGradients:
@@ -223,7 +224,7 @@ class DeferredGradients(WeightGradients):
 def _applied(x: Tensor, layer: "Deferring") -> tuple[Tensor, Tensor]:
     """Return the layer's input in the type that it is multiplied in, and its output, whose graph
     lacks the weight."""
-    # Autocast would do this inside. Done here, the rounded input is the one that is kept.
+    # Round before autocast would, so that the rounded input is the one that is kept.
     x = _autocast(x)
     return x, layer.multiplied(x, layer.matrix(layer.weight.detach()))
 
@@ -272,10 +273,9 @@ class Deferring(nn.Module):
     recipe: float8.Recipe | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        # Compiled code gives all gradients in one piece: products in the type of the weight, which
-        # autograd adds to the sum. To add products to it instead, the sums would have to be inputs
-        # of the compiled forward that its backward changes. There is no gradient without a graph,
-        # as in a forward that is computed again later.
+        # Compiled code leaves all gradients to autograd: otherwise the sums would have to be inputs
+        # of the compiled forward that its backward changes. Without a graph, as in the first
+        # forward of a recomputed layer, there is no gradient.
         graph = not torch.compiler.is_compiling() and x.requires_grad and torch.is_grad_enabled()
         added = _added.get() if graph else None
         if added is None or not self.weight.requires_grad:
@@ -343,8 +343,8 @@ def is_hooked(parameter: Tensor) -> bool:
 
 
 def _computed_again() -> bool:
-    """Return whether this forward may be run once more in the backward, as by
-    torch.utils.checkpoint. It must keep the same tensors then, where nothing is left for later."""
+    """Return whether this forward may be repeated in the backward, as by torch.utils.checkpoint.
+    Both runs must keep the same tensors for autograd, so neither may defer gradients."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 

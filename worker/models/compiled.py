@@ -33,8 +33,9 @@ from oobleck.worker.models.tree import Tree, map_tensors
 from oobleck.worker.runtime import code
 from oobleck.worker.runtime.errors import NodeError
 
-#: Most codes that a model is compiled into: more would depend on numbers that differ in each layer.
-#: Each code has variants: for training, for evaluation, for each number of workers that share it.
+#: Most codes that a model is compiled into. More means that each layer has its own, for example
+#: because of a number in it. Each code has variants: for training, for evaluation, for each number
+#: of workers that share a layer.
 MOST_CODES = 16
 _VARIANTS = 16
 #: Place in the user's code where torch gave up: the last one in its message.
@@ -82,8 +83,8 @@ def compiled(**options: Any) -> Call:
 
 @contextmanager
 def _without_gradients(module: nn.Module) -> Iterator[None]:
-    """Take the gradients off the weights of `module`: the compiler refuses a weight whose gradient
-    has another type. A backward adds to them, and none runs within."""
+    """Detach the gradients from the weights of `module` within the context: the compiler refuses a
+    weight whose gradient has another type. No backward, which adds to them, runs within."""
     held = [(weight, weight.grad) for weight in module.parameters() if weight.grad is not None]
     for weight, _ in held:
         weight.grad = None
@@ -105,20 +106,20 @@ def run_compiled(module: nn.Module, x: Tree) -> Tree:
 
 
 def _in_order(tensor: Tensor) -> Tensor:
-    """Return `tensor` with the strides of a new one, as received tensors have them: code is
-    compiled for strides."""
+    """Return `tensor` with the strides of a new tensor. Code is compiled for given strides, and
+    received tensors have these."""
     expected = 1
     for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
         if stride != expected:
-            # Through one dimension: the strides of those of size 1 are any.
+            # Via one dimension, which resets the arbitrary strides of dimensions of size 1.
             return tensor.reshape(-1).view(tensor.shape)
         expected *= max(size, 1)
     return tensor
 
 
 def load_compiler() -> bool:
-    """Import the compiler, and return whether it was not there before. It takes 2 s and 150 MB
-    then, and starts no thread."""
+    """Import the compiler, which takes 2 s and 150 MB, and starts no thread. Return whether it was
+    not loaded before."""
     new = any(name not in sys.modules for name in _COMPILER)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the modules of torch warn about each other
@@ -154,8 +155,8 @@ def compiling(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def _after_the_first(folder: Path) -> Iterator[None]:
-    """Hold the lock of `folder`: alone where no process of this host holds it, else with all others
-    that waited for the end of that one."""
+    """Hold the lock of `folder`: exclusively if no process of this host holds it. Otherwise wait
+    for that process, then share the lock with all others that waited."""
     with (folder / "lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -177,8 +178,8 @@ def _check_compiler() -> None:
 
 
 def _folder() -> Path:
-    """Return the folder where torch keeps what it has compiled, and make it. Raises NodeError where
-    it cannot be made, and where others could put code there."""
+    """Make and return the folder of torch's compiled code. Raises NodeError if it cannot be made,
+    or if others could put code there."""
     places: Any = importlib.import_module("torch._inductor.runtime.cache_dir_utils")
     given = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
     folder = Path(given or places.default_cache_dir())
@@ -203,7 +204,7 @@ def _folder() -> Path:
 
 
 class Compilation:
-    """The codes that a model's layers are compiled into, as far as they were looked at."""
+    """Codes that the layers seen so far are compiled into."""
 
     def __init__(self) -> None:
         # This loads the compiler, which takes seconds.
@@ -222,7 +223,7 @@ class Compilation:
             return None, "it draws random numbers, which are other ones in compiled code"
         full = self._count == MOST_CODES
         self._ran = None
-        # Torch's words for a failure are pages long.
+        # Silence torch, whose reports of a failure are pages long.
         quiet = logging.getLogger("torch._dynamo"), logging.getLogger("torch._functorch")
         before = [logger.level for logger in quiet]
         for logger in quiet:

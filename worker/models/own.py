@@ -233,8 +233,8 @@ def build_layer(spec: OwnModelSpec, layer: int) -> OwnLayer:
 
 
 def empty_layer(spec: OwnModelSpec, seed: int, layer: int) -> OwnLayer:
-    """Build a layer whose parameters have no memory yet, or are still to be replaced; all else is
-    there."""
+    """Build a layer with all but the memory of its parameters, which is missing or to be
+    replaced."""
     with _seeded(spec, seed, layer), torch.device("meta"), _Watch() as watch:
         module = build(spec, layer)
     kept = (
@@ -255,7 +255,7 @@ def _refers_to_parameters(module: nn.Module) -> bool:
     places = Counter(
         id(parameter) for part in module.modules() for parameter in part._parameters.values()
     )
-    # Measure the references of these calls themselves on a module of our own.
+    # Count the references that these calls themselves make, on a module of our own.
     alone = max(_references(nn.LayerNorm(1, bias=False, device="meta")).values())
     counts = _references(module)
     return any(count - alone > places[number] - 1 for number, count in counts.items())
@@ -315,9 +315,9 @@ def initialise(
     fresh: dict[str, Tensor] = dict(
         begun or build_real(spec, seed, module.layer).named_parameters()
     )
-    for name, (layer, there) in spec.description.shared(module.layer).items():
+    for name, (layer, name_there) in spec.description.shared(module.layer).items():
         if layer != module.layer:
-            fresh[name] = build_real(spec, seed, layer).get_parameter(there)
+            fresh[name] = build_real(spec, seed, layer).get_parameter(name_there)
     for name, parameter in module.trained():
         parameter.copy_(fresh[name])
 

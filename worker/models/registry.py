@@ -72,7 +72,7 @@ def build_layer(spec: AnyModel, layer: int) -> Layer:
 
 
 def empty_layer(spec: AnyModel, seed: int, layer: int) -> Layer:
-    """Build the layer with parameters that have no memory, or only until they get another one."""
+    """Build the layer with parameters that have no memory, or memory that is to be replaced."""
     if isinstance(spec, OwnModelSpec):
         return own.empty_layer(spec, seed, layer)
     with torch.device("meta"):

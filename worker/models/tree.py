@@ -100,7 +100,7 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: Tree) -> Tree:
 
 
 def shown(tree: Tree) -> str:
-    """Return the types and shapes as text, for people to read and to compare."""
+    """Return the types and shapes as text, for messages and comparisons."""
     if isinstance(tree, Tensor):
         return f"{str(tree.dtype).removeprefix('torch.')}{list(tree.shape)}"
     if isinstance(tree, dict):

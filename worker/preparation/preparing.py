@@ -62,7 +62,7 @@ class _Coming:
         self._context = context
         self._assign = assign
         self._present = present
-        #: Whether the takers have been sent the end of their streams.
+        #: True once the ends of all streams are sent.
         self._left = present is None
         #: Whether this worker has taken over the layers fed to it.
         self.taken = False
@@ -96,7 +96,8 @@ class _Coming:
             source.cut = True
 
     def work_out(self) -> None:
-        """Do the work that grows with the number of workers; runs in a thread of its own."""
+        """Compile, connect and find the transfers, whose time grows with the number of workers.
+        Runs in a thread of its own."""
         sources: dict[bytes, Source] = {}
         try:
             if self._context.worker in self.plan.workers:
@@ -307,7 +308,7 @@ class Preparing:
     def _stands_at(self, word: Over) -> bool:
         """Return whether this worker's layers have the generation and step of the fed layers."""
         progress = self._context.progress
-        # Workers that have the gradients may still commit the step; a fed copy lacks them.
+        # A worker that has the gradients can still commit the step; with a fed copy it could not.
         return progress.reduced <= progress.committed and (
             (progress.joined, progress.lineage, progress.committed)
             == (word.generation, word.lineage, word.step)

@@ -69,7 +69,7 @@ class _Stream:
         self,
         source: bytes,
         job: TrainingSpec,
-        items: "queue.SimpleQueue[_Come | None]",
+        items: "queue.SimpleQueue[_CompleteItem | None]",
         refuse: Callable[[], None],
         most_numbers: int,
     ) -> None:
@@ -98,14 +98,14 @@ class _Stream:
         return _Numbers(self) if label == NUMBERS else Content(self._read_head)
 
     def _read_head(self, content: bytes) -> None:
-        self._head, self._room = None, _NOTHING  # or the rest of a withdrawn item would be expected
+        self._head, self._room = None, _NOTHING  # the item before may have been withdrawn half-sent
         try:
             head = decoder.decode(content)
         except msgspec.MsgspecError as error:
             self._break(str(error))
             return
         if not isinstance(head, Copied | Reduced):
-            self._items.put(_Come(self, head, None))
+            self._items.put(_CompleteItem(self, head, None))
             return
         if not 0 <= head.count <= self._most_numbers:
             self._break(f"{head.count} numbers")
@@ -130,7 +130,7 @@ class _Stream:
     def _check_whole(self) -> None:
         if not self._room and self._head is not None:
             head, self._head = self._head, None
-            self._items.put(_Come(self, head, self._numbers))
+            self._items.put(_CompleteItem(self, head, self._numbers))
 
     def took(self) -> None:
         self._check_whole()
@@ -142,7 +142,7 @@ class _Stream:
 
 
 @dataclass(frozen=True, slots=True)
-class _Come:
+class _CompleteItem:
     """Complete item."""
 
     stream: _Stream
@@ -183,7 +183,7 @@ class Sink:
         self._most_numbers = max((sum(map(len, numbers)) for numbers in parts), default=0)
         self._layers: dict[int, LayerState] = {}
         self._streams: dict[bytes, _Stream] = {}
-        self._items: queue.SimpleQueue[_Come | None] = queue.SimpleQueue()
+        self._items: queue.SimpleQueue[_CompleteItem | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def frame(self, source: bytes, label: Label) -> Incoming | None:
@@ -258,12 +258,12 @@ class Sink:
     # ---- the thread
 
     def _serve(self) -> None:
-        while (come := self._items.get()) is not None:
-            stream = come.stream
+        while (item := self._items.get()) is not None:
+            stream = item.stream
             if stream.broken:
                 continue
             try:
-                self._take(stream, come.head, come.numbers)
+                self._take(stream, item.head, item.numbers)
             except Exception:  # the source controls its content
                 log.exception("received state cannot be applied")
                 stream.broken = True

@@ -1,9 +1,8 @@
 """Sender of layers, ahead of a coming plan, to one worker that will hold them.
 
 A layer is copied at a step boundary and sent in the background. The applied gradients of each later
-step follow, so that the taker replays the same updates. Also owns the
-items that both ends exchange. Used by the training thread. Must not know
-how the taker uses them.
+step follow, so that the taker replays the same updates. Also owns the items that both ends
+exchange. Used by the training thread. Must not know how the taker uses them.
 """
 
 import logging
@@ -128,8 +127,8 @@ _COPYING_SHARE = 0.01
 _PATIENCE_S = 15.0
 #: Fewest offers before giving up, because steps may be long.
 _LEAST_OFFERS = 3
-#: Steps and time since the last copy after which a taker that is still behind counts as outrun by
-#: gradients.
+#: A taker that is still behind so many steps, and so long, after the last copy counts as outrun:
+#: gradients are made faster than the link carries them.
 _OUTRUN_STEPS = 8
 _OUTRUN_S = 10.0
 #: Bounds on gradients that wait in the taker's memory: so many steps' or so many bytes, whichever

@@ -22,11 +22,10 @@ from oobleck.worker.runtime import pulse
 #: Repeats of one kind of layer: at least this long, within these bounds.
 BUDGET_S = 0.4
 WARM_UP, LEAST, MOST = 1, 3, 40
-#: Longest round. Layers of a kind run one after the other, so that each finds the caches as empty
-#: as in training: repeating one small layer alone takes up to a third less time. A round has all
-#: layers of the kind, up to this duration,
+#: Bounds of a round, by duration and by bytes of state and activations, which exceed any cache. A
+#: round has all layers of a kind, one after the other, so that each finds the caches as empty as in
+#: training: a small layer repeated alone takes up to a third less time.
 ROUND_S = 0.5
-#: and up to this much state and activations, which exceeds any cache.
 ROUND_BYTES = 512 << 20
 
 #: Time for which a standby worker computes each kind of layer.

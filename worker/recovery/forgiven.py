@@ -37,12 +37,12 @@ _SHORT_WITHIN = 100
 #: Longest time until a worker learns that another one on its node has ended. The kernel frees a
 #: process's memory before it closes its links, and a busy machine is slow. A faulty GPU is reported
 #: only after this wait.
-_LOSS_TOLD_S = 5.0
+_LOSS_KNOWN_S = 5.0
 _POLL_S = 0.05
 
 
 class Forgiven:
-    """Record of the failures that one worker may survive in its place."""
+    """Record of the failures after which one worker may continue without being replaced."""
 
     def __init__(
         self,
@@ -143,7 +143,7 @@ class Forgiven:
         """Return whether the device's failure may come from the loss of a worker on this node.
 
         That is so if a loss was seen since the newest committed step, or is seen within
-        `_LOSS_TOLD_S`. `overruled`: returns whether the master pushed an abrupt change, as after a
+        `_LOSS_KNOWN_S`. `overruled`: returns whether the master pushed an abrupt change, as after a
         loss.
         """
         if whose_fault(error) != "node":
@@ -152,7 +152,7 @@ class Forgiven:
             return True
         if self._beside is None:
             return False
-        deadline = time.monotonic() + _LOSS_TOLD_S
+        deadline = time.monotonic() + _LOSS_KNOWN_S
         while not (self._beside.is_lost(_POLL_S) or overruled()):
             if time.monotonic() > deadline:
                 return False

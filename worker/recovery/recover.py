@@ -52,9 +52,9 @@ _HANDED_AT_ONCE = 1024
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """Inputs and recovery state that a worker announces at a meeting, besides its `Attempt`.
+    """Inputs and recovery state that a worker announces at a meeting.
 
-    Many workers announce the same.
+    Separate from its `Attempt`, because many workers announce the same.
     """
 
     #: Fingerprint, in hexadecimal, of the data and the initial weights that it reads.
@@ -63,7 +63,7 @@ class Standing:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class Announcements:
     """States and attempts announced by all members. Equal states are one object."""
 
     states: Mapping[WorkerId, RecoveryState]
@@ -111,9 +111,9 @@ class Recovery:
             "before:agree", generation=plan.generation, step=progress.committed
         )
         with self._context.timeline.phase("agree"):
-            told = read_standings(plan.workers, standings)
-            agreement = agree(told.states)
-            begins = [told.states[worker].recorded_from for worker in plan.workers]
+            announced = read_standings(plan.workers, standings)
+            agreement = agree(announced.states)
+            begins = [announced.states[worker].recorded_from for worker in plan.workers]
             progress.recorder = begins.index(min(begins))
         if self._restore(assign, agreement, transport):
             return None
@@ -123,7 +123,7 @@ class Recovery:
             with self._context.timeline.phase("roll forward"):
                 ballot = self._learn_vote(plan.workers, agreement, transport)
         with self._context.timeline.phase("salvage"):
-            salvage = self._salvage(plan, agreement, told)
+            salvage = self._salvage(plan, agreement, announced)
         self._control.report(
             PhaseReached(
                 generation=plan.generation,
@@ -285,7 +285,9 @@ class Recovery:
             microbatches=self._job.training.microbatches,
         )
 
-    def _salvage(self, plan: Plan, agreement: Agreement, told: Told) -> Salvage | None:
+    def _salvage(
+        self, plan: Plan, agreement: Agreement, announced: Announcements
+    ) -> Salvage | None:
         """Return the usable results of the interrupted step; None if there are none."""
         if not agreement.begun:
             return None
@@ -295,11 +297,11 @@ class Recovery:
             wanted = plan.shards[member] & agreement.held[member]
             counting = {
                 layer
-                for layer, held in told.states[member].layers.items()
+                for layer, held in announced.states[member].layers.items()
                 if Shard(layer, held.part, held.parts) in wanted
             }
             try:
-                attempt = decode(Attempt, told.attempts[member])
+                attempt = decode(Attempt, announced.attempts[member])
                 contributions[member] = Contribution.of(attempt, counting, layers, microbatches)
             except ValueError as error:
                 raise TransportError(f"invalid attempt from {member}: {error}") from error
@@ -338,8 +340,8 @@ class Recovery:
         progress.learn(agreement.step, agreement.voted_generation, vector)
         commit(self._state, self._job, progress, result, agreement.step)
         log.info("rolled forward", extra={"step": agreement.step})
-        # Names the generation that voted: a record of the new one would say that its transfers are
-        # done.
+        # Record the generation that voted. A record of the new one would mean that its transfers
+        # are done.
         record = make_record(self._job, progress.voted_generation, progress, result)
         self._context.records.add(record)
         self._control.report(Committed(record=record))
@@ -355,7 +357,7 @@ def _handed(generation: Generation, records: Records) -> Iterator[Handed | Evalu
         yield Evaluated(record=evaluation, restored_in=generation)
 
 
-def read_standings(members: Sequence[WorkerId], standings: Sequence[bytes]) -> Told:
+def read_standings(members: Sequence[WorkerId], standings: Sequence[bytes]) -> Announcements:
     """Decode the standings of `members`; both are in rank order.
 
     Raise DataError if members read different inputs, TransportError if a standing is invalid.
@@ -366,19 +368,19 @@ def read_standings(members: Sequence[WorkerId], standings: Sequence[bytes]) -> T
     first: Standing | None = None
     for member, word in zip(members, standings, strict=True):
         text, attempts[member] = parts(word, 2)
-        if (said := known.get(text)) is None:
+        if (standing := known.get(text)) is None:
             try:
-                said = known[text] = decode(Standing, text)
+                standing = known[text] = decode(Standing, text)
             except ValueError as error:
                 raise TransportError(f"invalid standing from {member}: {error}") from error
-        first = first or said
-        if said.inputs != first.inputs:
+        first = first or standing
+        if standing.inputs != first.inputs:
             raise DataError(
                 f"data: {member.node} and {members[0].node} see different files "
                 "under the same paths; give every node the same data (and model.weights)"
             )
-        states[member] = said.state
-    return Told(states, attempts)
+        states[member] = standing.state
+    return Announcements(states, attempts)
 
 
 def _held(states: Mapping[int, LayerState]) -> dict[int, Held]:

@@ -73,7 +73,7 @@ class Agreement:
     held: ShardTable
     #: Consecutive skipped steps up to `step`, as far as workers that committed it know.
     skipped: int
-    #: Number of steps that left out each parameter (see `usage`), and the last step counted:
+    #: Number of steps that left out each parameter (see `Omissions`), and the last step counted:
     #: `step`, or the previous one if no worker has applied `step` yet.
     missed: Missed
     missed_step: int

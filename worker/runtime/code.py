@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 from torch.utils.file_baton import FileBaton
 
-from oobleck.core.job.code import ANY as ANY  # for those who call `allow`
+from oobleck.core.job.code import ANY as ANY  # re-exported for callers of `allow`
 from oobleck.core.job.code import NO_ARGUMENTS, TORCH_OPTIM, Code, is_allowed
 from oobleck.core.units import MOST_REASON_BYTES, head
 from oobleck.host.display import inline
@@ -32,8 +32,8 @@ from oobleck.worker.runtime.errors import JobError, NodeError, of_the_device
 # ---- Bounded waits for extensions that torch compiles in users' code (`load_inline`, `load`).
 #
 # torch locks an extension's folder by a file. If the compiling process is killed, the file stays
-# and torch waits for ever. A live one keeps the file open, which other processes of its host can
-# see.
+# and torch waits for ever. A live process keeps the file open, which other processes of its host
+# can see.
 
 
 #: Longest time without a change in a folder that no process of this host has locked. A process of
@@ -218,7 +218,7 @@ def end_process(status: int) -> NoReturn:
 
 def described(error: BaseException) -> str:
     """Return one line for an exception of the user's code: the error, and the last executed line of
-    theirs."""
+    that code."""
     if isinstance(error, UserCodeError) and error.__cause__ is not None:
         error = error.__cause__
     places = [
@@ -265,7 +265,7 @@ def _sources(code: Code) -> dict[str, Path]:
         return {}
     if code.path is not None:
         return _with_imports({name: Path(file)}, Path(code.path))
-    # In our code only the module counts: its neighbours depend on how it was installed.
+    # Of Oobleck's own code take only the module: its neighbours depend on the installation.
     root = Path(file) if name.startswith("oobleck.") else _root_of(name, Path(file))
     found = root.rglob("*.py") if root.is_dir() else [root]
     return {str(path.relative_to(root.parent)): path for path in found}

@@ -40,9 +40,9 @@ from oobleck.worker.runtime.records import RecordLog
 
 log = logging.getLogger(__name__)
 
-#: Time from the push of a new generation within which a worker leaves the old one unless something
-#: hangs. After it, a native thread writes the stacks of all threads to the log. Neither a lock nor
-#: a native call that never returns prevents that.
+#: Time in which a worker leaves its generation after the push of a new one, unless something hangs.
+#: After it a native thread writes the stacks of all threads to the log, even if a lock or a native
+#: call never returns.
 ANSWER_S = 5.0
 
 
@@ -143,8 +143,8 @@ class Control:
             return self._boundaries[newest] if newest > generation else None
 
     def boundary(self, generation: Generation) -> Assign:
-        """Return the boundary change that a vote chose; this worker has voted for it, so it has it.
-        Raises Superseded if an abrupt one has arrived since."""
+        """Return the boundary change that a vote chose, which this worker has voted for. Raises
+        Superseded if an abrupt one has arrived since."""
         with self._changed:
             chosen = self._boundaries.get(generation)
             if chosen is None:

@@ -113,8 +113,8 @@ def limit_allocator(device: torch.device, beside_bytes: int) -> None:
 
 
 def held_by_others(device: torch.device, beside_bytes: int) -> int:
-    """Return the bytes of a GPU that other processes hold. This process has the GPU for itself, and
-    `beside_bytes` of it for CUDA and communicators. 0 for a CPU."""
+    """Return the bytes of a GPU that other processes hold; 0 for a CPU. `beside_bytes`: bytes of
+    CUDA and communicators in this process, which should be the only one there."""
     if device.type != "cuda":
         return 0
     free, total = torch.cuda.mem_get_info(device)

@@ -27,7 +27,7 @@ class _Section:
 
 #: Wait for another process.
 WAITING = _Section(beats=1)
-#: The same, but its end is no progress: time passes.
+#: Wait whose end is no progress, as after a pause of fixed length.
 PAUSED = _Section(beats=0)
 #: Reading or writing of files, or copying the state for them.
 FILES = _Section(beats=1)

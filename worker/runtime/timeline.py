@@ -221,6 +221,6 @@ def _passed(mark: _Mark) -> None:
 def _between(began: _Mark, ended: _Mark) -> float:
     if isinstance(began, torch.Event):
         assert isinstance(ended, torch.Event), "marks of a step are of one kind"
-        return seconds_between(began, ended)  # the step's vote has waited for them already
+        return seconds_between(began, ended)  # no wait: the step's vote has waited for both
     assert isinstance(ended, float), "marks of a step are of one kind"
     return ended - began

@@ -27,7 +27,7 @@ _STEPS = 12
 _SHAPES = ((3, 5), (4,))
 #: Positions at which the flat parameters are cut.
 _CUTS = (7, 1)
-#: Rounding of sums and fused operations depends on the position in a tensor; all else must agree.
+#: Tolerance for rounding, which depends on the position in a tensor.
 _TOLERANCE = 1e-11
 
 

@@ -32,7 +32,7 @@ from oobleck.worker.models.registry import build_layer, tied_parameters
 from oobleck.worker.runtime.errors import JobError
 
 #: Most names of parameters in an error about an unknown name.
-_NAMES_TOLD = 6
+_NAMES_SHOWN = 6
 
 
 #: Some of a layer's numbers: of the tied part, and of the own part.
@@ -172,7 +172,7 @@ def check_no_decay(spec: AnyModel, no_decay: tuple[str, ...]) -> None:
             known = [name for names in layers for name in names.values()]
             raise JobError(
                 f"training.optimizer.no_decay: no parameter's name matches {pattern}; names are "
-                f"{', '.join(known[:_NAMES_TOLD])} and so on"
+                f"{', '.join(known[:_NAMES_SHOWN])} and so on"
             )
 
 

@@ -50,7 +50,8 @@ class Slice:
     decayed: bool
     #: Numbers to treat separately, counted from the slice's first one.
     apart: Sequence[Apart] = ()
-    #: One of the other numbers: a class's single numbers are read there, the same for all of them.
+    #: Index of a number that is not `apart`. A class's single numbers, equal for all, are read
+    #: there.
     typical: int = 0
 
 

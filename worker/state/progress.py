@@ -110,7 +110,7 @@ class Position:
     voted_generation: Generation = _NO_GENERATION
     #: Consecutive skipped steps up to `committed`: their gradients were not finite.
     skipped: int = 0
-    #: Number of steps up to `committed` that left out each parameter (see `usage`).
+    #: Number of steps up to `committed` that left out each parameter (see `Omissions`).
     missed: Missed = field(default_factory=dict)
     #: Newest generation in which all went back to the checkpoint that this state stems from.
     lineage: int = 0

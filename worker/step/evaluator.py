@@ -1,8 +1,8 @@
 """Evaluation of the state after a step on held-out samples, by all workers of a generation.
 
-It is a forward pass without dropout, in shares over all pipelines, and one sum over all workers. It
-changes no state. After a loss a later generation repeats it, unless a worker has the result, which
-the others then adopt. So a worker that continues from a step has reported its evaluation before.
+It is a forward pass without dropout, divided over all pipelines, and one sum over all workers. It
+changes no state. After a loss the next generation repeats it, unless a worker has the result, which
+the others adopt. So before training continues from a step, its evaluation has been reported.
 """
 
 import math
@@ -26,7 +26,7 @@ from oobleck.worker.runtime.random import RowKeys
 from oobleck.worker.step.hops import SPANS, Hops, Microbatches
 from oobleck.worker.transport.transport import Transport, tell_all
 
-#: The samples are not those of a step.
+#: Step number for loading: held-out samples belong to no step.
 _NO_STEP = 0
 
 
@@ -37,15 +37,15 @@ class _Sums:
     losses: list[torch.Tensor] = field(default_factory=list)
     metrics: Counter[str] = field(default_factory=Counter)
 
-    def told(self) -> "_Told":
-        # One read from the device for all.
+    def shared(self) -> "_SharedSums":
+        # Sum first, so that the device is read only once.
         known = self.losses
         loss, weight = torch.stack(known).sum(dim=0).tolist() if known else (0.0, 0.0)
         metrics = {name: _finite(total) for name, total in self.metrics.items()}
-        return _Told(loss=_finite(loss), weight=_finite(weight), metrics=metrics)
+        return _SharedSums(loss=_finite(loss), weight=_finite(weight), metrics=metrics)
 
 
-class _Told(msgspec.Struct, frozen=True, kw_only=True):
+class _SharedSums(msgspec.Struct, frozen=True, kw_only=True):
     """Sums of one worker as sent to the others; None: not finite."""
 
     loss: float | None
@@ -57,8 +57,8 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _number(told: float | None) -> float:
-    return math.nan if told is None else told
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value
 
 
 class Evaluator:
@@ -91,8 +91,8 @@ class Evaluator:
         or None."""
         own = self._newest
         some = (own,) if own is not None and own.step == step else ()
-        told = tell_all(transport, some, tuple[EvaluationRecord, ...])
-        return next((record for records in told for record in records), None)
+        known = tell_all(transport, some, tuple[EvaluationRecord, ...])
+        return next((record for records in known for record in records), None)
 
     def _evaluate(
         self, step: int, plan: Plan, hops: Hops, transport: Transport
@@ -110,10 +110,10 @@ class Evaluator:
             mailbox.finish()
         hops.end()
         losses, weight, metrics = 0.0, 0.0, Counter[str]()
-        for told in tell_all(transport, own.told(), _Told):
-            losses += _number(told.loss)
-            weight += _number(told.weight)
-            metrics.update({name: _number(value) for name, value in told.metrics.items()})
+        for sums in tell_all(transport, own.shared(), _SharedSums):
+            losses += _number(sums.loss)
+            weight += _number(sums.weight)
+            metrics.update({name: _number(value) for name, value in sums.metrics.items()})
         # Stages divide losses by the rows of a whole micro-batch.
         losses *= self._context.job.training.microbatch
         loss = losses / weight if weight else math.nan

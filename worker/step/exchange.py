@@ -35,8 +35,8 @@ Added = tuple[int, Sequence[int]]
 
 
 class Exchange:
-    """Communication of a stage around the computation of a layer. This class does none: it is for a
-    stage on one worker, which has all of its layers."""
+    """Communication of a stage around the computation of a layer: none in this base class, which
+    serves a stage on one worker."""
 
     #: True if several workers share the stage.
     shared = False
@@ -189,9 +189,9 @@ class _SharedLayer:
         self._memory = weights.untyped_storage()
         self._bytes = self._memory.nbytes()
         point_parameters(state.module, flat, weights)
-        # Autograd keeps views of these weights from a forward; they find the same numbers again
-        # when the memory is back for the backward. Writes go through another handle with its own
-        # count of changes, so that autograd sees none.
+        # Autograd keeps views of these weights from a forward. For the backward the memory is
+        # allocated and filled with the same numbers again. Write through `.data`, which has a
+        # version counter of its own, so that autograd does not see a change.
         self._weights = weights.data
         self._gradient: Tensor | None = None
         #: The parameters' views of `_gradient`.

@@ -77,8 +77,12 @@ class StepPlan:
         self.lowest: Mapping[int, int] = {}
         if salvage is not None:
             self.counted = salvage.counted[worker]
-            self.losses = frozenset(m for m, who in salvage.loss_holder.items() if who == worker)
-            self.digests = frozenset(m for m, who in salvage.digest_holder.items() if who == worker)
+            self.losses = frozenset(
+                m for m, holder in salvage.loss_holder.items() if holder == worker
+            )
+            self.digests = frozenset(
+                m for m, holder in salvage.digest_holder.items() if holder == worker
+            )
             self.lacking = {s.visit: salvage.adding(s.microbatch, s.layers) for s in backwards}
             self.lowest = salvage.work.lowest
         #: Number of micro-batches that each layer's gradient gets.

@@ -116,7 +116,7 @@ class GradientSums:
     def begin(self, due: Mapping[int, int]) -> None:
         """Begin a step in which each layer of `due` gets so many further micro-batches.
 
-        A layer that gets none has its whole gradient already; its sum starts at once.
+        The gradient of a layer that gets none is complete, so its sum starts at once.
         """
         self._due = dict(due)
         for bucket in self._buckets:

@@ -1,4 +1,5 @@
-"""Computations that a plan gives this worker, and its micro-batches between two instructions.
+"""Computations that a plan gives this worker, and the state of its micro-batches between
+instructions.
 
 Training steps (`executor`) and evaluations (`evaluator`) decide the next instruction, the loaded
 samples and the use of a loss. `stage` computes layers, `mailbox` moves tensors.

@@ -232,8 +232,8 @@ class Mailbox:
                 self._post(self._due[peer])
 
     def send(self, step: Send, tensor: torch.Tensor) -> bool:
-        """Start sending the message's share of `tensor`, which has this worker's rows, and return
-        at once whether it was their last share."""
+        """Start sending the message's share of `tensor`, which has this worker's rows. Return
+        whether it was the last share of these rows."""
         own, rows = self._shares[step.first_layer], self._rows_of(step.microbatch)
         if wanted := step.share.of_rows(rows):
             start = wanted.start - own.of_rows(rows).start

@@ -135,7 +135,7 @@ def plan_salvage(contributions: Mapping[WorkerId, Contribution], plan: Plan) -> 
     known &= np.logical_or.reduce(list(digests.values()))
     again = ~(covered.all(axis=0) & known)
     redone = np.flatnonzero(again).tolist()
-    # The first layer that lacks it; all but the lacking ones are covered.
+    # For each micro-batch, the first layer that lacks it; the number of layers if none does.
     lowest = np.where(covered.all(axis=0), len(covered), covered.argmin(axis=0))
     return Salvage(
         counted=counted,

@@ -3,7 +3,7 @@
 Owns the micro-batches under way, and records in the state which ones a layer's gradient has.
 Autograd runs a segment at once: a layer, or several consecutive ones where no gradient is wanted
 before the last. With recomputation a layer keeps only its input and is computed again in its
-backward. Any order of micro-batches is right. Must not know peers or steps.
+backward. Micro-batches may come in any order. Must not know peers or steps.
 """
 
 from collections import Counter, deque
@@ -411,7 +411,7 @@ class StageRunner:
             self._finish(on_layer)
             complete = self._exchange.add(layer, microbatch)
             self._note(complete)
-            # Only now: where the exchange fails, `settle` must find the layer.
+            # Remove it last: if the exchange fails, `settle` must find the layer.
             due.popleft()
             _tell(complete, on_layer)
         self._finish(on_layer)

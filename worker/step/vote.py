@@ -81,7 +81,8 @@ class Result:
     loss: float
     #: Sum of the rows' weights; their number if each weighs 1.
     weight: float
-    #: Factor from the summed gradients, of the mean over rows, to those of `loss`.
+    #: Factor by which the summed gradients, which are of the mean over rows, become those of
+    #: `loss`.
     factor: float
     #: Norm of the gradient of `loss`, before clipping.
     grad_norm: float
@@ -89,7 +90,7 @@ class Result:
     #: The boundary change that every worker is ready to enter after this step.
     switch_to: Generation | None
     saving: SaveVerdict
-    #: True if every worker's transport is (`Transport.connected`).
+    #: True if the transport of every worker is connected (`Transport.connected`).
     connected: bool
     #: For each parameter that the step may leave out: True if any worker has a gradient of it.
     used: tuple[bool, ...] = ()
@@ -121,7 +122,7 @@ def ballot(
     - loss_sum, weight: over the micro-batches whose loss it computed;
     - row_digests: SHA-256 of each token row that it loaded as input, by position in the global
       batch;
-    - connected: its transport is;
+    - connected: True if its transport is connected;
     - used: for each parameter that the step may leave out, True if the worker has a gradient of it.
     """
     vector = np.zeros(ballot_length(global_batch, len(used)))

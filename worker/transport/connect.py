@@ -50,9 +50,9 @@ from oobleck.worker.transport.tree import (
 
 Choice = Literal["links", "staged", "nccl"]
 
-#: State between two workers, in chunks of together 1 GiB, from which the two get an NCCL group for
-#: it. Through the host it takes half a second to one, about the time to connect a group. An
-#: estimate: no GPU has been measured.
+#: Least number of chunks, 1 GiB together, for which two workers connect an NCCL group to move
+#: state. Through the host that much takes half a second to one, about the time to connect a group.
+#: An estimate: no GPU has been measured.
 CONNECTED_CHUNKS = 16
 
 #: Least version of torch over NCCL. Earlier ones ask NCCL about a communicator while another thread
@@ -62,28 +62,28 @@ LEAST_TORCH = (2, 10)
 log = logging.getLogger(__name__)
 
 
-def choose(has_gpu: bool, wanted: TransportName, told: Sequence["Announced"]) -> Choice:
-    """Return the kind of transport; `told`: announcements by rank.
+def choose(has_gpu: bool, wanted: TransportName, devices: Sequence["Announced"]) -> Choice:
+    """Return the kind of transport; `devices`: announcements by rank.
 
     NCCL is used if the job allows it, every worker has a GPU of its own, all have the same NCCL and
     a torch that is safe with it, and none is in too many groups. Otherwise links carry the tensors
     of CPUs directly, and those of GPUs staged in host memory.
 
-    NCCL connects neither the parts of a divided GPU nor other versions of itself. Groups beyond
-    torch's streams share one, where operations may wait for each other in another order than at
-    their peers.
+    NCCL connects neither the parts of a divided GPU nor different versions of itself. If there are
+    more groups than torch has streams, some share a stream. Their operations would then wait for
+    each other, perhaps in another order than at their peers: a deadlock.
     """
     if not has_gpu:
         return "links"
     if wanted != "auto":
         return "staged"
-    boards = {one.board for one in told if one.board}
-    versions = sorted({one.nccl for one in told if one.nccl})
-    if len(boards) < len(told):
+    boards = {one.board for one in devices if one.board}
+    versions = sorted({one.nccl for one in devices if one.nccl})
+    if len(boards) < len(devices):
         log.info("staged through host memory", extra={"why": "workers share a GPU, or have none"})
         return "staged"
-    most = max(one.groups for one in told)
-    oldest = min(one.torch for one in told)
+    most = max(one.groups for one in devices)
+    oldest = min(one.torch for one in devices)
     why = ""
     if oldest < LEAST_TORCH:
         why = "a node has torch {}.{}, which is not safe with NCCL; install {}.{} or newer".format(
@@ -120,7 +120,7 @@ class Announced(msgspec.Struct, frozen=True, kw_only=True):
     torch: tuple[int, int] = (0, 0)
     #: Number of NCCL groups that it would be in.
     groups: int = 0
-    #: Groups that it has, as `Communicators.told`.
+    #: Groups that it has, as `Communicators.stamps`.
     has: bytes = b""
     #: True if it has begun a step before.
     trained: bool = False
@@ -128,16 +128,17 @@ class Announced(msgspec.Struct, frozen=True, kw_only=True):
     late: bool = False
 
 
-def ways_of_state(moving: Moving, told: Sequence[Announced], least_bytes: int) -> list[Name]:
-    """Return the connections that workers make to move state, each as (purpose, ranks): those that
-    carry at least `least_bytes`, in the order of first use.
+def ways_of_state(moving: Moving, devices: Sequence[Announced], least_bytes: int) -> list[Name]:
+    """Return the NCCL groups that are made to move state, each as (purpose, ranks): one for each
+    pair that moves at least `least_bytes`, in the order of first use.
 
-    Empty if connecting took too long on some member the last time. `told`: announcements by rank.
+    Empty if connecting took too long on some member the last time. `devices`: announcements, by
+    rank.
     """
-    if any(one.late for one in told):
+    if any(one.late for one in devices):
         return []
     rank = {member: index for index, member in enumerate(moving.members)}
-    has = {member: one.groups for member, one in zip(moving.members, told, strict=True)}
+    has = {member: one.groups for member, one in zip(moving.members, devices, strict=True)}
     found = for_state(moving.transfers, moving.layer_bytes, has, least_bytes=least_bytes)
     return [
         (one.purpose, tuple(rank[member] for member in one.members))
@@ -174,16 +175,16 @@ class Connector:
         """Return the announcement of this device. `trained`: it has begun a step before."""
         if not self._board:
             return encode(Announced())
-        said = Announced(
+        announcement = Announced(
             board=self._board,
             nccl=nccl_version(),
             torch=torch_version(),
             groups=len(wiring.names),
-            has=self._communicators.told(),
+            has=self._communicators.stamps(),
             trained=trained,
             late=self._communicators.late,
         )
-        return encode(said)
+        return encode(announcement)
 
     def held_by_others(self) -> int:
         """Return the bytes of this worker's GPU that other processes hold, if it is the only worker
@@ -219,16 +220,16 @@ class Connector:
     ) -> Transport:
         """Return the transport of the workers that have met, whose host tensors use `host`.
 
-        `words`: announcements; `moving`: finds the state that moves first, the same for all; None:
-        little moves. Raises TransportError when it cannot be built, or `host` is aborted meanwhile;
-        HelperLost and NodeError where the GPU is no longer usable.
+        `words`: announcements, by rank; `moving`: returns the state that moves first, the same on
+        all workers; None: little moves. Raises TransportError if it cannot be built, or `host` is
+        aborted meanwhile; HelperLost or NodeError if the GPU is no longer usable.
         """
         self._communicators.aborts.settle(host.check)
         try:
-            said = [decode(Announced, word) for word in words]
+            devices = [decode(Announced, word) for word in words]
         except ValueError as error:
             raise TransportError(f"a member's announcement of its device is {error}") from error
-        choice = choose(self.has_gpu, self._wanted, said)
+        choice = choose(self.has_gpu, self._wanted, devices)
         below: Transport = host
         if choice != "links" or self._stage_everything:
             below = StagedTransport(host, everything=self._stage_everything)
@@ -240,13 +241,13 @@ class Connector:
             limit_allocator(self.device, self._context_bytes)
             return below
         limit_allocator(self.device, self._context_bytes + wiring.device_bytes)
-        has = [stamps_of(one.has) for one in said]
+        has = [stamps_of(one.has) for one in devices]
         ways: list[Name] = []
         if moving is not None:
-            ways = ways_of_state(moving(), said, self._least_moved)
-        # A change delays training. Before the first step, connecting first costs nothing; nor does
-        # it where training waits for much state, whose groups can use a step's memory.
-        at_once = bool(ways) or not any(one.trained for one in said)
+            ways = ways_of_state(moving(), devices, self._least_moved)
+        # Connect before training if that costs nothing: before the first step of all, or if
+        # training waits for much state anyway. Otherwise connect while training continues.
+        at_once = bool(ways) or not any(one.trained for one in devices)
         own = [way for way in ways if host.rank in way[1] and ("link", way[1]) not in wiring.names]
         return NcclTransport(
             host,
@@ -255,7 +256,7 @@ class Connector:
             (*own, *wiring.names),
             has,
             at_once=at_once,
-            late=any(one.late for one in said),
+            late=any(one.late for one in devices),
             moves_state=bool(ways),
             limit_s=STATE_LIMIT_S if ways else LIMIT_S,
         )

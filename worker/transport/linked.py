@@ -204,18 +204,18 @@ class LinkTransport(Meeting, Transport):
             return [word]
         up = Label(Kind.WORDS, key, 0)
         above, below = place_of(self.rank, self.size)
-        told = [entry(self.rank, word)]
-        told += self._hear(below, up)
-        table, down = b"".join(told), Label(Kind.TABLE, key, 0)
+        tables = [entry(self.rank, word)]
+        tables += self._receive_tables(below, up)
+        table, down = b"".join(tables), Label(Kind.TABLE, key, 0)
         if above is not None:
             # A table of all words contains those of the receiver, so its own send has arrived.
-            self._say([above], up, table)
-            (table,) = self._hear([above], down)
+            self._send_table([above], up, table)
+            (table,) = self._receive_tables([above], down)
         if below:
-            self._await_gone(below, self._say(below, down, table))
+            self._wait_until_sent(below, self._send_table(below, down, table))
         return words_of_all(table, self.size)
 
-    def _hear(self, peers: Collection[int], label: Label) -> list[bytes]:
+    def _receive_tables(self, peers: Collection[int], label: Label) -> list[bytes]:
         identities = [self.reach(peer) for peer in peers]
         words = [Words() for _ in peers]
         with self.links.lock:
@@ -226,21 +226,21 @@ class LinkTransport(Meeting, Transport):
             self.wait(each.is_there, [identity])
         return [bytes(each.content) for each in words]
 
-    def _say(self, peers: Collection[int], label: Label, table: bytes) -> list[Outgoing]:
+    def _send_table(self, peers: Collection[int], label: Label, table: bytes) -> list[Outgoing]:
         identities = [self.reach(peer) for peer in peers]
         with self.links.lock:
             self.check()
             return [self.links.send(each, label, memoryview(table)) for each in identities]
 
-    def _await_gone(self, peers: Collection[int], sends: Sequence[Outgoing]) -> None:
+    def _wait_until_sent(self, peers: Collection[int], sends: Sequence[Outgoing]) -> None:
         identities = [self._peers[peer] for peer in peers]
         self.wait(lambda: all(send.done for send in sends), identities)
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         parts = []
-        for told in self.gather(bytes(bytes_of(tensor.contiguous()))):
+        for content in self.gather(bytes(bytes_of(tensor.contiguous()))):
             part = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-            _fill(part, told)
+            _fill(part, content)
             parts.append(part)
         return parts
 
@@ -249,10 +249,10 @@ class LinkTransport(Meeting, Transport):
         _fill(tensor, self.gather(word)[root])
 
 
-def _fill(tensor: torch.Tensor, told: bytes) -> None:
-    if len(told) != tensor.nbytes:
-        raise TransportError(f"a member has sent {len(told)} bytes, and not {tensor.nbytes}")
-    bytes_of(tensor)[:] = told
+def _fill(tensor: torch.Tensor, content: bytes) -> None:
+    if len(content) != tensor.nbytes:
+        raise TransportError(f"a member has sent {len(content)} bytes, and not {tensor.nbytes}")
+    bytes_of(tensor)[:] = content
 
 
 def _key_of(group: Group, turn: int) -> int:

@@ -1,10 +1,9 @@
-"""Part of one worker in a meeting, over its process's links: it arrives, gets the words of all, and
-leaves.
+"""One worker's part in a meeting: it arrives, exchanges a word with all others, and leaves.
 
-Each member brings one word, and all get the words of all. Each sends its own and those of the
-members below it in a tree up to the one above. The root then has all words and sends them down the
-tree. So N workers need 2(N - 1) messages, and no worker sends more than 65. If only the root's card
-is known, all send to the root. Must not know the meaning of words.
+The words are gathered and distributed along a tree: each member sends its own word and those of the
+members below it to the one above. The root then sends all words down the tree. So N workers need
+2(N - 1) messages, and no worker sends more than 65. If only the root's card is known, all send to
+the root. Must not know the meaning of words.
 """
 
 import hmac
@@ -25,7 +24,7 @@ from oobleck.worker.transport.links.wire import Kind, Label
 from oobleck.worker.transport.tree import Words, entry, place_of, words_of_all
 
 _MEETING_BITS = 16
-#: Not the number of any gathering.
+#: Number of the exchange of words; gatherings count from 0.
 _MEETING = -1
 #: Longest wait for another member's call.
 PATIENCE_S = 5.0
@@ -33,7 +32,7 @@ PATIENCE_S = 5.0
 _POLL_S = 0.05
 #: Bytes of the card that follows.
 _CARD = struct.Struct("!H")
-#: Time from the first member that gives up until all waits end.
+#: Time after which all waits end once a member has given up.
 _GRACE_S = 0.1
 
 #: Called once with the reason, from another thread than the transport's user.
@@ -55,7 +54,7 @@ class _Place(NamedTuple):
     #: None: the member above is the host, or there is none.
     above_rank: int | None
     #: Number of members below, and their identities as far as known.
-    hears: int
+    below_count: int
     below: frozenset[bytes]
 
 
@@ -119,14 +118,14 @@ class Meeting:
         `check_newest`, which is called repeatedly until all have arrived.
         """
         card = self.links.card.text.encode()
-        said = entry(self.rank, _CARD.pack(len(card)) + card + word)
+        own_entry = entry(self.rank, _CARD.pack(len(card)) + card + word)
         try:
-            told = self._exchange(self._place(host, cards or {}), said, check_newest)
+            table = self._exchange(self._place(host, cards or {}), own_entry, check_newest)
         except (Superseded, CalledOff):
             self.links.leave(self.epoch, Kind.CALLED_OFF)
             raise
         met, words = [], []
-        for each in words_of_all(told, self.size):
+        for each in words_of_all(table, self.size):
             if len(each) < _CARD.size:
                 raise TransportError(f"a member has come with {len(each)} bytes")
             end = _CARD.size + _CARD.unpack_from(each)[0]
@@ -148,17 +147,17 @@ class Meeting:
         return _Place(cards[above], None if above == root else above, len(below), identities)
 
     def heard(self, peer: bytes, standing: bytes) -> None:
-        proof, said = standing[: greeting.PROOF_BYTES], standing[greeting.PROOF_BYTES :]
+        proof, entries = standing[: greeting.PROOF_BYTES], standing[greeting.PROOF_BYTES :]
         own = self.links.identity
-        if not hmac.compare_digest(proof, self._proof(peer, own, said)):
-            return  # links outlive meetings: this peer lacks the secret
-        self._standings[peer] = said
+        if not hmac.compare_digest(proof, self._proof(peer, own, entries)):
+            return  # the peer lacks the secret: its link is from an earlier meeting
+        self._standings[peer] = entries
         self.others = frozenset({*self.others, peer})
 
-    def _proof(self, of: bytes, to: bytes, said: bytes) -> bytes:
-        return greeting.prove_member(self._secret, self.epoch, of, to, said)
+    def _proof(self, of: bytes, to: bytes, entries: bytes) -> bytes:
+        return greeting.prove_member(self._secret, self.epoch, of, to, entries)
 
-    def _exchange(self, place: _Place, said: bytes, check_newest: CheckNewest) -> bytes:
+    def _exchange(self, place: _Place, own_entry: bytes, check_newest: CheckNewest) -> bytes:
         """Exchange words, and return those of all."""
         above, label = place.above, Label(Kind.TABLE, _MEETING, 0)
         if above is not None:
@@ -167,20 +166,20 @@ class Meeting:
             self.links.connect([above])
 
         def all_below() -> bool:
-            there = above is None or self._called(above, place.above_rank)
-            return there and len(self._standings) == place.hears
+            is_above_linked = above is None or self._called(above, place.above_rank)
+            return is_above_linked and len(self._standings) == place.below_count
 
         self._wait_wanted(all_below, check_newest, place.below)
         words = Words()
         with self.links.lock:
             self._check_all_there()
             below = sorted(self._standings)
-            table = said + b"".join(self._standings.values())
+            table = own_entry + b"".join(self._standings.values())
             self._standings.clear()
             if above is not None:
                 self.links.post(above.identity, label, words)
-                told = self._proof(self.links.identity, above.identity, table) + table
-                self.links.send(above.identity, Label(Kind.STANDING, 0, 0), memoryview(told))
+                message = self._proof(self.links.identity, above.identity, table) + table
+                self.links.send(above.identity, Label(Kind.STANDING, 0, 0), memoryview(message))
         if above is not None:
             self._wait_wanted(words.is_there, check_newest, place.below)
             table = bytes(words.content)
@@ -194,23 +193,22 @@ class Meeting:
     def _wait_wanted(
         self, done: Callable[[], bool], check_newest: CheckNewest, coming: Collection[bytes]
     ) -> None:
-        """Wait until `done`. No worker that has arrived, or is still `coming`, may leave
-        meanwhile.
-        """
+        """Wait until `done`. Raise TransportError if a worker that has arrived leaves, or one that
+        is still `coming`."""
 
-        def asked() -> bool:
+        def is_done() -> bool:
             if done():
                 return True
             self._check_all_there(coming)
             return False
 
-        while not self.links.wait(asked, time.monotonic() + _POLL_S):
+        while not self.links.wait(is_done, time.monotonic() + _POLL_S):
             check_newest()
 
     def _check_all_there(
         self, coming: Collection[bytes] = (), *, but: Collection[Kind] = ()
     ) -> None:
-        """Check that no worker has left, except in these ways."""
+        """Raise TransportError if a worker has left, except in the ways of `but`."""
         how = self.links.how_left(self.others) | self.links.how_left(coming)
         if how := how.difference(but):
             self.left(Kind.CALLED_OFF if Kind.CALLED_OFF in how else Kind.GIVEN_UP)
@@ -219,8 +217,8 @@ class Meeting:
     # ---- links to the others
 
     def _connect(self, cards: Sequence[Card], near: Collection[int]) -> None:
-        """Connect to those in `near`. The one with the larger identity calls. A peer whose call
-        does not arrive is called too, to detect one that is unreachable."""
+        """Connect to the ranks `near`. Of two workers the one with the larger identity calls. If
+        its call does not arrive, the other one calls too, to detect an unreachable peer."""
         own = self.links.identity
         with self.links.lock:
             self._cards, self._peers = cards, tuple(card.identity for card in cards)
@@ -232,13 +230,13 @@ class Meeting:
         self.links.connect([cards[peer] for peer in missing if own > self._peers[peer]])
         patient_until = time.monotonic() + PATIENCE_S
 
-        def asked() -> bool:
+        def is_done() -> bool:
             if self._linked(missing):
                 return True
             self._check_all_there(but=[Kind.GOODBYE])
             return False
 
-        while missing and not self.links.wait(asked, time.monotonic() + _POLL_S):
+        while missing and not self.links.wait(is_done, time.monotonic() + _POLL_S):
             if time.monotonic() > patient_until:
                 self.links.connect([cards[peer] for peer in missing])
 
@@ -268,7 +266,7 @@ class Meeting:
         return tuple(self._peers[rank] for rank in ranks)
 
     def reach(self, peer: int) -> bytes:
-        """Return the identity of `peer`, with a link to it from now on."""
+        """Return the identity of `peer`, after connecting to it if there is no link."""
         self.reach_all([peer])
         return self._peers[peer]
 
@@ -287,10 +285,10 @@ class Meeting:
     # ---- waiting
 
     def wait(self, done: Callable[[], bool], owing: Collection[bytes] = ()) -> None:
-        """Wait until `done`. The peers in `owing`, which may change, must send or receive
-        something. Raises TransportError."""
+        """Wait until `done`. Raises TransportError, also if a peer in `owing` leaves: those that
+        must still send or receive something. The collection may change meanwhile."""
 
-        def asked() -> bool:
+        def is_done() -> bool:
             if done():
                 return True
             self.check()
@@ -298,7 +296,7 @@ class Meeting:
                 self._check_there(peer)
             return False
 
-        self.links.wait(asked)
+        self.links.wait(is_done)
 
     def check(self) -> None:
         if self._over is not None:
@@ -331,8 +329,7 @@ class Meeting:
             self._end(self._left_by(peer))
         elif not self._ending:
             self._ending = True
-            # Frames that others sent before they knew of it may be on their way; their receivers
-            # shall get them.
+            # Wait a moment: frames that others sent before they knew of it may still arrive.
             timer = threading.Timer(_GRACE_S, self._end_late, (peer,))
             timer.daemon = True
             timer.start()
@@ -343,9 +340,9 @@ class Meeting:
         self.links.wake()
 
     def lost(self, peer: bytes, why: str) -> None:
-        told = f"{self._name(peer)}: {why}"
-        self._lost = self._lost or told
-        self._end(TransportError(told))
+        reason = f"{self._name(peer)}: {why}"
+        self._lost = self._lost or reason
+        self._end(TransportError(reason))
 
     def _name(self, peer: bytes) -> str:
         if peer in self._peers:
@@ -356,7 +353,7 @@ class Meeting:
         self._over = self._over or why
 
     def tell_lost(self) -> None:
-        assert self._lost is not None, "only a loss is told"
+        assert self._lost is not None, "only a loss is reported"
         self._on_lost(self._lost)
 
     def silent(self) -> list[int]:
@@ -365,7 +362,7 @@ class Meeting:
         return [rank for rank, peer in enumerate(self._peers) if peer in silent]
 
     def stand_down(self) -> None:
-        """Leave the meeting: from now on neither this worker's end nor the others' is a loss."""
+        """Leave the meeting. From now on no end of a link counts as a loss, here or at others."""
         self.links.leave(self.epoch, Kind.GOODBYE)
 
     def abort(self) -> None:

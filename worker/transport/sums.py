@@ -25,8 +25,8 @@ from oobleck.worker.transport.tree import Place, sum_places
 
 #: Least bytes of a chunk: below it, messages cost more than bytes.
 _LEAST_BYTES = 64 << 10
-#: A member's share of the sum is cut further, so that it is sent while more arrives. The parts are
-#: no smaller than this, and so many if they are no larger than a frame.
+#: A member's share of the sum is cut into chunks, so that some are sent while others arrive: no
+#: smaller than this, and usually so many.
 _CUT_BYTES = 512 << 10
 _CUTS = 4
 #: Most pieces of one frame's content; the kernel takes 1,024.
@@ -71,7 +71,7 @@ class _Share(Incoming):
         return self.buffer
 
     def take_over(self, content: memoryview) -> None:
-        # Never spare: early content has new memory each time, so the spare would only grow.
+        # Not reused: early content has new memory each time, so the spare buffers would only grow.
         _check_size(len(content), self._chunk.own.nbytes)
         self.buffer = content
         self.arrived()

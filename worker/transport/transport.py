@@ -113,10 +113,10 @@ T = TypeVar("T")
 
 def tell_all(transport: Transport, message: T, kind: type[T]) -> list[T]:
     """Return the messages of all, by rank. Raises TransportError, also for an invalid message."""
-    told: list[T] = []
+    messages: list[T] = []
     for rank, text in enumerate(transport.gather(encode(message))):
         try:
-            told.append(decode(kind, text))
+            messages.append(decode(kind, text))
         except ValueError as error:
             raise TransportError(f"the message of rank {rank} is {error}") from error
-    return told
+    return messages

@@ -1,8 +1,8 @@
 """Trees along which workers send words up to the root and down from there, and their packing.
 
-Gatherings use a tree that is as flat as a worker has hands, so up to 64 workers below the root it
-is a star. Few workers all have links with each other. Many have the links that they need, and their
-number is proportional to that of the workers, not to its square.
+Gatherings use a tree with a fan-out of 64, which is a star for up to 65 workers. A few workers all
+have links with each other. Many have only the links that they need, so the number of links grows
+with that of the workers, not with its square.
 """
 
 import struct
@@ -14,8 +14,8 @@ from oobleck.core.units import head
 from oobleck.worker.runtime.errors import TransportError
 from oobleck.worker.transport.links.link import Incoming
 
-#: Most workers of the tree that one worker receives from.
-HANDS = 64
+#: Most workers directly below one worker of the tree.
+FAN_OUT = 64
 #: Most workers, or members of a group, that all have links with each other.
 MOST_MESHED = 16
 
@@ -28,21 +28,21 @@ class Place(NamedTuple):
     below: tuple[int, ...]
 
 
-def place_of(rank: int, size: int, root: int = 0, hands: int | None = None) -> Place:
-    """Return the place of `rank`. `root` and rank 0 are swapped; all others are in rank order.
-    `hands`: most workers below one, if not the usual number."""
-    hands = HANDS if hands is None else hands
+def place_of(rank: int, size: int, root: int = 0, fan_out: int | None = None) -> Place:
+    """Return the place of `rank` in a tree in rank order, in which `root` and rank 0 are swapped.
+    `fan_out`: most workers directly below one; None: `FAN_OUT`."""
+    fan_out = FAN_OUT if fan_out is None else fan_out
     swapped = {root: 0, 0: root}
     at = swapped.get(rank, rank)
-    first = at * hands + 1
-    below = tuple(swapped.get(each, each) for each in range(first, min(first + hands, size)))
-    above = (at - 1) // hands
+    first = at * fan_out + 1
+    below = tuple(swapped.get(each, each) for each in range(first, min(first + fan_out, size)))
+    above = (at - 1) // fan_out
     return Place(swapped.get(above, above) if at else None, below)
 
 
-def tree_neighbours(rank: int, size: int, hands: int | None = None) -> set[int]:
+def tree_neighbours(rank: int, size: int, fan_out: int | None = None) -> set[int]:
     """Return the ranks with which a worker exchanges gathered words."""
-    above, below = place_of(rank, size, hands=hands)
+    above, below = place_of(rank, size, fan_out=fan_out)
     return {*below, *([] if above is None else [above])}
 
 
@@ -59,18 +59,17 @@ def sum_places(index: int, size: int, chunks: int, turn: int) -> list[Place]:
     """
     if size <= MOST_MESHED:
         return [place_of(index, size, (turn + part) % size, size - 1) for part in range(chunks)]
-    return [place_of(index, size) if chunks == 1 else place_of(index, size, hands=1)] * chunks
+    return [place_of(index, size) if chunks == 1 else place_of(index, size, fan_out=1)] * chunks
 
 
 def sum_neighbours(index: int, size: int) -> set[int]:
     """Return the members with which a member of a group exchanges data in sums."""
     if size <= MOST_MESHED:
         return set(range(size)) - {index}
-    return tree_neighbours(index, size) | tree_neighbours(index, size, hands=1)
+    return tree_neighbours(index, size) | tree_neighbours(index, size, fan_out=1)
 
 
-# ---- Packing of workers' words into one piece, by rank or several of one worker; and a frame for
-# it.
+# ---- Packing of words: those of several workers by rank, or several of one worker.
 
 
 #: Rank, and the size of the bytes that follow.

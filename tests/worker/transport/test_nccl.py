@@ -129,7 +129,7 @@ class Cluster:
     ) -> NcclTransport:
         """One rank's transport in the present meeting."""
         own = self.communicators[self.party.links.index(links.links)]
-        told = [stamps_of(each) for each in links.gather(own.told())]
+        told = [stamps_of(each) for each in links.gather(own.stamps())]
         return NcclTransport(
             links,
             links,

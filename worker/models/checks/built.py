@@ -49,7 +49,8 @@ def build(spec: OwnModelSpec, layer: int, seed: int) -> nn.Module:
 
 
 def look_at_precision(where: str, module: nn.Module, precision: Precision) -> Iterator[Problem]:
-    """Yield a warning if `module` was built with floats that the job's precision would change."""
+    """Yield a warning if the job's precision would change the type of floats that `module` was
+    built with."""
     trained = torch.float64 if precision == "fp64" else torch.float32
     odd = {
         name: tensor.dtype
@@ -230,8 +231,8 @@ class _Hooks:
     where: str
 
     def check(self) -> bool:
-        """Return whether results for parts of a gradient add up to the result for their sum.
-        Raises JobError if the hooks cannot be honoured."""
+        """Return whether the hooks are additive: their results for parts of a gradient add up to
+        the result for the sum. Raises JobError if they cannot be honoured."""
         additive = True
         for scale in _SCALES:
             one, other = self._drawn(scale)

@@ -158,7 +158,8 @@ class _Check:
 
 
 def _unlike(output: Tree, known: TreeSketch) -> str:
-    """Return a sentence if the output for data has another form than for made-up numbers."""
+    """Return a sentence if the layer's output for data differs in form from that for made-up
+    numbers."""
     made = (
         torch.empty((ROWS, *t.shape), dtype=getattr(torch, t.dtype), device="meta")
         for t in known.tensors
@@ -218,14 +219,14 @@ def _shared(spec: OwnModelSpec, modules: list[nn.Module]) -> Iterator[Problem]:
         for name, parameter in module.named_parameters():
             if parameter.requires_grad:
                 owners[parameter.untyped_storage()._cdata].append((layer, name, parameter))
-    told = set()
+    reported = set()
     for places in owners.values():
         for (low, first, one), (high, second, other) in combinations(places, 2):
             known = spec.description.shared(low).get(first, low)
             tied = low != high and known == spec.description.shared(high).get(second)
-            if (low, high) in told or tied or not _overlap(one, other):
+            if (low, high) in reported or tied or not _overlap(one, other):
                 continue
-            told.add((low, high))
+            reported.add((low, high))
             if _geometry(one) != _geometry(other):
                 sentence = (
                     f"has {first}, whose memory is in part that of {second} of "
@@ -248,7 +249,8 @@ def _shared(spec: OwnModelSpec, modules: list[nn.Module]) -> Iterator[Problem]:
 
 
 def _geometry(parameter: Tensor) -> tuple[object, ...]:
-    """Return which numbers of its storage `parameter` has, as which."""
+    """Return a value that is equal for parameters of the same numbers of a storage in the same
+    shape."""
     return parameter.dtype, parameter.storage_offset(), parameter.shape, parameter.stride()
 
 

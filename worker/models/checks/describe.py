@@ -44,8 +44,8 @@ from oobleck.worker.runtime.errors import JobError, Problem
 
 #: Names and shapes of the parameters of a layer.
 _Shapes = tuple[tuple[str, tuple[int, ...]], ...]
-#: Numbers of a layer that is run for real at once: on the meta device torch loads its compiler for
-#: many operations, which takes longer.
+#: Most numbers of a layer that is run for real without a try on the meta device, where torch loads
+#: its compiler for many operations, which takes longer.
 _SMALL = 1 << 22
 #: Rows of the two runs of a layer: what grows with them has rows first.
 _FEW, _MORE = 2, 3
@@ -420,8 +420,8 @@ def _drops_nothing(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 
 
 def _leave_the_compiler_out(mode: object) -> None:
-    """Mark a mode so that torch does not load its compiler, a second and 100 MB. Torch loads it to
-    keep the mode from being compiled, where nothing is compiled anyway."""
+    """Mark `mode` as never compiled, which nothing here is. Else torch would load its compiler, a
+    second and 100 MB, to mark it itself."""
     raw = getattr(getattr(mode, "__torch_dispatch__", None), "__wrapped__", None)
     if raw is not None:
         raw.__dynamo_disable = raw
@@ -495,9 +495,10 @@ def _check_alike(tied: Sequence[Tie], shapes: Sequence[Mapping[str, tuple[int, .
     for tie in tied:
         for layer, names in zip(tie.layers, tie.names, strict=True):
             for first, name in zip(tie.names[0], names, strict=True):
-                there, here = shapes[tie.layers[0]][first], shapes[layer][name]
-                if here != there:
+                first_shape, shape = shapes[tie.layers[0]][first], shapes[layer][name]
+                if shape != first_shape:
                     raise JobError(
-                        f"model: tied pairs {tie.layers[0]}.{first} of shape {list(there)} with "
-                        f"{layer}.{name} of shape {list(here)}; both must have one shape"
+                        f"model: tied pairs {tie.layers[0]}.{first} of shape "
+                        f"{list(first_shape)} with {layer}.{name} of shape {list(shape)}; "
+                        "both must have one shape"
                     )

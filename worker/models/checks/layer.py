@@ -7,8 +7,8 @@ their number, or the row's place.
 A gate that begins at zero, or a branch on numbers of the batch, can hide an influence at first. So
 the layer runs with changed weights too, on the outputs of changed layers before it. There gradients
 are compared as well: the shared row's part in those of the parameters, and that of its input. If
-such a run raises or is not finite, a smaller change is tried: the numbers are to blame, not the
-layer. `check` chooses the layers and their inputs.
+such a run raises or is not finite, the changed numbers are to blame and not the layer, so a smaller
+change is tried. `check` chooses the layers and their inputs.
 """
 
 from collections.abc import Iterator
@@ -68,7 +68,7 @@ _DRAWS = (
     "draws random numbers in evaluation too; draw only while self.training, as in F.dropout(x, p, "
     "self.training)"
 )
-#: Factors on a gradient that must be factors on what a backward makes of it.
+#: Factors by which an output's gradient is scaled; all gradients of the layer must scale alike.
 _SCALES = 2.0**8, 2.0**-8
 _SCALED = (
     "by another factor than the gradient of the output, as where a hook or an autograd function "
@@ -167,8 +167,8 @@ class LayerCheck:
         return any(not problem.warning for problem in self._found)
 
     def run(self, given: Batches) -> Batches | None:
-        """Run the layer with its initial weights, and return its output, on which the next layer is
-        run. None: the output is of no use."""
+        """Run the layer with its initial weights, and return its output, the next layer's input.
+        None: there is no usable output."""
         one = self._pass(given.one, 0, back="from all")
         before = kept(self._module)
         again = one and self._pass(given.one, 0, back="from all")
@@ -217,7 +217,7 @@ class LayerCheck:
                 continue
             if not found.what:
                 return found.output
-            # Rounding may flip a choice, as of an expert, but hardly again with other noise.
+            # Rounding may flip a choice, such as of an expert. It hardly does so with other noise.
             self._change(1.25, noise / 8, other=True)
             again = self._look(x, step, thorough=way.thorough)
             if again is not None and again.what:
@@ -257,18 +257,26 @@ class LayerCheck:
             return None
         if not self._initial and self._finite and not finite([one.output, other.output]):
             return None
-        what = self._differ(one, other, row)
-        crowds = not self._initial and (training or self._draws)
-        for crowd in _crowds(x) if crowds else ():
-            run = None if what else self._pass(crowd, row, step=step, training=training)
-            what = what if run is None else self._differ(one, run, row)
-        if back and not what:
-            run = self._pass(x.other, row, step=step, back="from all", training=training)
-            how = f"with the other rows{_BACK}"
-            what = "" if run is None else _differ_in_gradients(one, run, row, how)
-        if not what and not (self._draws and training):
-            what = self._differ_elsewhere(x, one, step, back=back, training=training)
+        differences = self._differences(x, one, other, step, back=back, training=training)
+        what = next(filter(None, differences), "")
         return _Found(one, with_same_row(one.output, other.output, row), what)
+
+    def _differences(
+        self, x: Batches, one: _Pass, other: _Pass, step: int, *, back: str, training: bool
+    ) -> Iterator[str]:
+        """Yield the result of each comparison: a sentence, or empty. Further runs are made only as
+        the caller asks for more."""
+        row = x.row
+        yield self._differ(one, other, row)
+        for crowd in _crowds(x) if not self._initial and (training or self._draws) else ():
+            if (run := self._pass(crowd, row, step=step, training=training)) is not None:
+                yield self._differ(one, run, row)
+        if back:
+            run = self._pass(x.other, row, step=step, back="from all", training=training)
+            if run is not None:
+                yield _differ_in_gradients(one, run, row, f"with the other rows{_BACK}")
+        if not (self._draws and training):
+            yield self._differ_elsewhere(x, one, step, back=back, training=training)
 
     def _differ_elsewhere(
         self, x: Batches, one: _Pass, step: int, *, back: str, training: bool
@@ -286,10 +294,10 @@ class LayerCheck:
         more = self._pass(x.both(), x.later, step=step, back=back, training=training)
         if more is None:
             return ""
-        for there in (row, x.later):
-            for found in unlike(one.output, more.output, exact=False, row=row, there=there):
+        for place in (row, x.later):
+            for found in unlike(one.output, more.output, exact=False, row=row, there=place):
                 where = f"row {row} of its output{found.path}"
-                return f"{where} changes as row {there} of more rows ({found.seen}); {ANYWHERE}"
+                return f"{where} changes as row {place} of more rows ({found.seen}); {ANYWHERE}"
         return self._differ_in_back(one, more, row, f"as row {x.later} of more rows; {ANYWHERE}")
 
     def _differ(self, one: _Pass, other: _Pass, row: int) -> str:
@@ -300,8 +308,8 @@ class LayerCheck:
         return self._differ_in_back(one, other, row, f"with the other rows{_BACK}")
 
     def _differ_in_scale(self, x: Batches, one: _Pass, step: int) -> str:
-        """Return a sentence on what does not grow with the gradient of the output; empty: all
-        grows."""
+        """Return a sentence on gradients that do not scale with the output's gradient; empty: all
+        do."""
         for scale in _SCALES:
             run = self._pass(x.one, x.row, step=step, back="from the row", scale=scale)
             if run is None or run.sums is None:
@@ -319,7 +327,8 @@ class LayerCheck:
             return ""
         if what := _differ_in_gradients(one, other, row, how):
             return what
-        # A gradient of rounding alone, as of a key's bias, is measured by the others' size.
+        # A gradient that is only rounding noise, as of a key's bias, must not be compared by its
+        # own size: use that of the largest.
         most = max((size for _, size in one.sums.values() if size == size), default=0.0)
         for name, parameter in self._module.named_parameters():
             total, size = one.sums.get(name, _NOTHING)

@@ -39,8 +39,8 @@ def weighs(spec: OwnModelSpec, targets: Tree) -> bool:
     try:
         with torch.no_grad(), at_step(1):
             output = unflatten(sketch.structure, made)
-            told = map_tensors(lambda tensor: tensor.clone(), targets)
-            return own.row_losses(spec, output, told, rows)[1] is not None
+            copies = map_tensors(lambda tensor: tensor.clone(), targets)
+            return own.row_losses(spec, output, copies, rows)[1] is not None
     except Exception:  # noqa: BLE001  # `check_loss` tells what the loss raises on real outputs
         return False
 
@@ -121,13 +121,20 @@ def influence_in_loss(
     others = [(output.other, targets.other, row, *beside)]
     if not initial:
         others += [(crowded(output, sign), targets.one, row, *beside) for sign in (1.0, -1.0)]
-    for there in (row, output.later):
-        more = output.both(), targets.both(), there, place.format(there), ANYWHERE, False
+    for position in (row, output.later):
+        more = (
+            output.both(),
+            targets.both(),
+            position,
+            place.format(position),
+            ANYWHERE,
+            False,
+        )
         others.append(more)
     others.append((output.alone(), targets.alone(), 0, "when it is alone", _BY_ROW, False))
     first = _row_loss(spec, output.one, targets.one, row, step, initial=initial)
-    for x, t, there, how, advice, exact in others:
-        again = _row_loss(spec, x, t, there, step, initial=initial)
+    for x, t, position, how, advice, exact in others:
+        again = _row_loss(spec, x, t, position, step, initial=initial)
         if first is None or again is None:
             continue
         for what, mine, other in zip(("loss", "weight"), first[:2], again[:2], strict=True):
@@ -167,15 +174,15 @@ def _look_at_tensors(spec: OwnModelSpec, output: Tree, targets: Tree) -> list[Pr
     """Return problems of the tensors that the loss writes into, and of those it trains. `output`:
     leaves."""
     given = map_tensors(lambda tensor: tensor.clone(), output)
-    told = map_tensors(lambda tensor: tensor.clone(), targets)
-    versions = [tensor._version for tensor in flatten(told)]
+    copies = map_tensors(lambda tensor: tensor.clone(), targets)
+    versions = [tensor._version for tensor in flatten(copies)]
     try:
         with torch.random.fork_rng(devices=[]), code.running("model: the loss"):
-            found = own.user_model(spec).loss(given, told)
+            found = own.user_model(spec).loss(given, copies)
             tensors = flatten(found)
     except Exception:  # noqa: BLE001  # a user's loss may raise anything; `_look_at_rows` tells it
         return []
-    if versions != [tensor._version for tensor in flatten(told)]:
+    if versions != [tensor._version for tensor in flatten(copies)]:
         return [_problem("writes into its targets; make new tensors, as y = y * 2 for y *= 2")]
     own_one = _other_leaf(tensors, {id(tensor) for tensor in flatten(output)})
     if own_one is None:

@@ -1,6 +1,7 @@
-"""A run of one layer: its output and gradients, and every act in it that would train another model.
+"""A run of one layer: its output and gradients, and everything in it that training would break.
 
-Also owns the comparison of what a layer keeps between runs. Must not know which runs are compared.
+Also owns the comparison of the state that a layer keeps between runs. Must not know which runs are
+compared.
 """
 
 import hashlib
@@ -125,7 +126,7 @@ def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _foreign_draws() -> tuple[object, ...]:
-    """Return another value after a draw from a generator that is not torch's."""
+    """Return the state of generators other than torch's: a change means a draw from one."""
     _, keys, position, *_ = np.random.get_state()
     return random.getstate(), keys.tobytes() if isinstance(keys, np.ndarray) else keys, position
 

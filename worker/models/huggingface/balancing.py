@@ -46,7 +46,7 @@ class Balance:
     coefficient: float
     #: Experts per token.
     chosen: int
-    #: Modules that give the logits of routers, in transformers' words.
+    #: transformers' descriptions of the modules that give the routers' logits.
     recorders: tuple[OutputRecorder, ...]
 
 

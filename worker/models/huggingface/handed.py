@@ -45,8 +45,8 @@ class Handed:
 
 
 def _common(one: Any, two: Any) -> Any:
-    """Return `one` with its tensors marked where `two`, of two other rows, has them twice. Raises
-    Differ."""
+    """Return `one`, of one row, with those tensors marked that are repeated in `two`, of two other
+    rows. Raises Differ."""
     match one:
         case Tensor() if isinstance(two, Tensor) and not (one.requires_grad or two.requires_grad):
             if torch.equal(one, two):
@@ -63,27 +63,27 @@ def _common(one: Any, two: Any) -> Any:
 
 
 def moved(found: Sequence[Handed], device: torch.device) -> tuple[Handed, ...]:
-    """Return the same arguments on `device`. A tensor that several layers share is there once."""
-    there: dict[int, Tensor] = {}
+    """Return the same arguments on `device`. A tensor that several layers share is moved once."""
+    moved_tensors: dict[int, Tensor] = {}
     return tuple(
         Handed(
-            tuple(_move(value, device, there) for value in one.positional),
-            {key: _move(value, device, there) for key, value in one.named.items()},
+            tuple(_move(value, device, moved_tensors) for value in one.positional),
+            {key: _move(value, device, moved_tensors) for key, value in one.named.items()},
         )
         for one in found
     )
 
 
-def _move(value: Any, device: torch.device, there: dict[int, Tensor]) -> Any:
+def _move(value: Any, device: torch.device, moved_tensors: dict[int, Tensor]) -> Any:
     match value:
         case PerRow():
-            return PerRow(_move(value.one, device, there))
+            return PerRow(_move(value.one, device, moved_tensors))
         case Tensor():
-            return there.setdefault(id(value), value.to(device))
+            return moved_tensors.setdefault(id(value), value.to(device))
         case tuple() | list():
-            return type(value)(_move(inner, device, there) for inner in value)
+            return type(value)(_move(inner, device, moved_tensors) for inner in value)
         case dict():
-            return {key: _move(inner, device, there) for key, inner in value.items()}
+            return {key: _move(inner, device, moved_tensors) for key, inner in value.items()}
         case _:
             return value
 

@@ -1,8 +1,8 @@
-"""Adapters of peft on a model of transformers: in each layer by itself, on its linear layers.
+"""Adapters of peft on the linear layers of a transformers model, put into each layer separately.
 
-All else in the layer is frozen, and so a constant of the job: whoever holds the layer reads it from
-the initial weights. Owns which modules a job's names mean. Loads peft, which is optional, where
-there are adapters alone.
+All else in a layer is frozen, and so a constant of the job: each holder of the layer reads it from
+the initial weights. Owns which modules a job's names mean. Loads peft, which is optional, only for
+jobs with adapters.
 """
 
 import json

@@ -66,10 +66,10 @@ def check(architecture: Architecture, names: Mapping[str, str]) -> None:
 def stored(
     architecture: Architecture, full: str, trained: Collection[str]
 ) -> list[tuple[str, str]]:
-    """Return the tensors that an export has for the whole model's parameter `full`, each by its
-    name there and in the files. Where the files have other pieces, return those: transformers makes
-    the parameter of them anew. `trained`: parameters that must not come of them too. Raises
-    JobError."""
+    """Return the tensors of an export for the whole model's parameter `full`: pairs of the name in
+    the export and the name in the files. If the files have it in pieces, return these: transformers
+    makes the parameter from them again. Raises JobError, also if the pieces make one of the
+    `trained` parameters too."""
     sources = _sources(architecture)
     source = sources.get(full)
     if source is None:
@@ -88,8 +88,8 @@ def stored(
 
 
 def _begins_anew(architecture: Architecture, full: str) -> bool:
-    """Return whether weights saved for another task may lack the parameter, so that it is drawn. As
-    in `from_pretrained`, these are a classifier's head and its pooler."""
+    """Return whether weights saved for another task may lack the parameter, which is then drawn: as
+    in `from_pretrained`, one of a classifier's head or its pooler."""
     parts = _whole(architecture)
     pooler = parts.pooler and full.startswith(f"{parts.prefix}{parts.pooler}.")
     classifies = architecture.task in ("token", "sequence", "image")
@@ -210,7 +210,7 @@ def _sources(architecture: Architecture) -> dict[str, _Source]:
 
 
 def _further(target: str, source: _Source) -> Iterable[str]:
-    """Return what else a converter makes besides `target`, which is its first."""
+    """Yield the parameters that the converter makes besides `target`, its first one."""
     first, *more = source.converter.target_patterns if source.converter is not None else [""]
     return [target.replace(first, name) for name in more]
 

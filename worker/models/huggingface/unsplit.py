@@ -310,8 +310,8 @@ def front(parts: Parts) -> Any:
 
 
 def no_mask(device: torch.device) -> Tensor:
-    """Return a mask that the model takes as it is. With no layers it needs no full one, which would
-    take memory of the length squared, and on a GPU a wait."""
+    """Return a small mask that the model uses as it is. Without layers it needs no full mask, whose
+    memory grows with the length squared, and which makes the host wait for a GPU."""
     return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
 
 
@@ -345,8 +345,8 @@ def _call(
     *,
     masked: bool = False,
 ) -> tuple[list[_Call], Any]:
-    """Run the own forward of `base` on the CPU, with nothing of size in it, and return calls and
-    result. Other `rows` have other tokens and hidden states. Raises JobError."""
+    """Run `base`'s own forward on the CPU, without large tensors; return calls and result.
+    Different `rows` have different tokens and hidden states. Raises JobError."""
     dtype = next(parts.layers[0].parameters()).dtype
     with torch.device("cpu"):
         given = (_pixels if architecture.task == "image" else _words)(
@@ -379,8 +379,8 @@ def _call(
 
 @torch.no_grad()
 def _alter_constants(base: nn.Module) -> None:
-    """Change constants of `base` that files of weights have. Arguments of layers must not depend on
-    them, since here they have their initial values, not those of the files."""
+    """Change constants of `base` that may be in files of weights. Layers' arguments must not depend
+    on them: here they have their initial values instead of the files'."""
     for value in base.state_dict(keep_vars=True).values():
         if value.is_floating_point() and not value.requires_grad:
             value.add_(1.0)
@@ -428,9 +428,9 @@ def _note(
 
 @torch.no_grad()
 def materialise(module: nn.Module, owner: Any, device: torch.device) -> list[str]:
-    """Give a module on the meta device its values as `owner`, a model of transformers, does. Return
-    the names of those that got none. Values that are there stay: loaded ones are marked as
-    transformers marks them."""
+    """Give a module on the meta device its initial values, as `owner`, a model of transformers,
+    does. Return the names of tensors that got none. Loaded values, which transformers marks,
+    stay."""
     made: list[tuple[str, Tensor, int]] = []
     #: New tensors by the old one's id, since a tensor may have two names.
     new: dict[int, Tensor] = {}

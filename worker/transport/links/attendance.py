@@ -26,19 +26,19 @@ class Attendance:
         self._left_ahead: dict[int, dict[bytes, int]] = {}
 
     def begin(self, epoch: int) -> dict[bytes, bytes]:
-        """Begin this meeting, the present one from now on. Return the peers that are there already,
-        with their words."""
+        """Make `epoch` the present meeting. Return the peers that have entered it already, with
+        their words."""
         self.left = self._left_ahead.pop(epoch, {})
         self._left_ahead = {e: left for e, left in self._left_ahead.items() if e > epoch}
         ahead = self._ahead.pop(epoch, {})
-        self._ahead = {later: said for later, said in self._ahead.items() if later > epoch}
+        self._ahead = {later: words for later, words in self._ahead.items() if later > epoch}
         return ahead
 
     def is_ahead(self, peer: bytes) -> bool:
         """Return whether `peer` has announced that it has entered a later meeting than the present
         one.
         """
-        return any(peer in said for said in self._ahead.values())
+        return any(peer in words for words in self._ahead.values())
 
     def keep(self, peer: bytes, epoch: int, kind: int, content: bytes) -> None:
         """Keep a word of `peer` about a later meeting than the present one."""
@@ -51,7 +51,7 @@ class Attendance:
 
 
 def _keep_newest(by_epoch: dict[int, dict[bytes, T]], peer: bytes) -> None:
-    epochs = sorted(epoch for epoch, told in by_epoch.items() if peer in told)
+    epochs = sorted(epoch for epoch, peers in by_epoch.items() if peer in peers)
     for epoch in epochs[:-_MOST_AHEAD]:
         del by_epoch[epoch][peer]
         if not by_epoch[epoch]:

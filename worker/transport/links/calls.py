@@ -1,7 +1,7 @@
 """Calls from this process to others, by their cards, until each is a link or has failed.
 
-A call is repeated if the other end hangs up: it may not be there yet, or take this one for a
-stranger in a crowd. Nothing here blocks. Must not know the callers of this process.
+A call is repeated if the other end hangs up: it may not know the meeting yet, or may have dropped
+this caller among many strangers. Nothing here blocks. Must not know the callers of this process.
 """
 
 import contextlib
@@ -55,10 +55,10 @@ class Card(NamedTuple):
         return card
 
 
-#: Time for the kernel of a live host, which accepts a call however busy its processes are.
+#: Time-out of connecting: the kernel of a live host accepts a call even if its processes are busy.
 DIAL_LIMIT_S = 5.0
-#: Time for the process there, which is known to run: it takes so long only on a host that is busy
-#: with other work. A death or a newer generation meanwhile ends the wait.
+#: Time-out of the called process's answer, long enough for a host that is busy with other work. A
+#: loss or a newer generation ends the wait before.
 ANSWER_LIMIT_S = 30.0
 #: Pause before a call is repeated after the other end hung up.
 AGAIN_S = 0.05
@@ -86,7 +86,7 @@ class Dial:
         self.again_at = 0.0
         #: Fresh key of this end.
         self.own = greeting.fresh()
-        self.said = bytearray()
+        self.received = bytearray()
         self.missing = 0
         self.confirmed = False
         #: Seals of the traffic, once confirmed. None: in the clear.
@@ -137,9 +137,9 @@ class Calls:
         """Begin to call for that meeting, unless a call is under way or the meeting is not
         expected.
 
-        Only one call to a process is under way at a time. The other end may not know the later of
-        two meetings yet, so the call for the earlier one comes first. A confirmed call is never
-        dropped: the other end may have the link already and would take its end for a loss.
+        Only one call to a process is under way at a time; of two meetings the earlier one is called
+        for first, since the other end may not know the later one yet. A confirmed call is never
+        dropped: the other end may have the link already, and would report its end as a loss.
         """
         if self._secret_of(epoch) is None:
             return
@@ -195,7 +195,7 @@ class Calls:
         if problem and problem != errno.EINPROGRESS:
             self._fail(call, OSError(problem, os.strerror(problem)))
             return
-        call.said, call.missing = bytearray(), 0
+        call.received, call.missing = bytearray(), 0
         self._connected[connection.fileno()] = call
         self._poll.register(connection, select.EPOLLOUT)
 
@@ -237,7 +237,7 @@ class Calls:
         except BlockingIOError:
             pass
         except (BrokenPipeError, ConnectionResetError):
-            self._call_again(call)  # the other end hung up within a word
+            self._call_again(call)  # the other end hung up in the middle of a message
         except OSError as error:
             self._fail(call, error)
 
@@ -257,8 +257,8 @@ class Calls:
             if not call.answered:
                 call.answered = True
                 call.until = time.monotonic() + ANSWER_LIMIT_S
-            said = self._said(call)
-            connection.sendall(said + greeting.prove(secret, b"call", them, said))
+            packed = self._packed_call(call)
+            connection.sendall(packed + greeting.prove(secret, b"call", them, packed))
             call.missing = greeting.ANSWER_BYTES
             self._poll.modify(connection, select.EPOLLIN)
             return
@@ -266,33 +266,33 @@ class Calls:
         if not part:
             self._call_again(call)
             return
-        call.said += part
+        call.received += part
         call.missing -= len(part)
         if call.missing:
             return
         if call.confirmed:
             self._open(call, connection)
             return
-        answer, said = greeting.read_answer(bytes(call.said)), self._said(call)
-        if not greeting.proven(answer.proof, secret, b"answer", them, said, answer.said):
+        answer, packed = greeting.read_answer(bytes(call.received)), self._packed_call(call)
+        if not greeting.proven(answer.proof, secret, b"answer", them, packed, answer.packed):
             self._fail(call, PermissionError("the process that answers there is not of this job"))
             return
         if self._sealed or answer.seals:
             call.seals = greeting.seals_of_caller(
-                call.own, answer.public, secret, them, said, answer.said
+                call.own, answer.public, secret, them, packed, answer.packed
             )
-        connection.sendall(greeting.prove(secret, b"confirm", them, said, answer.said))
-        call.said, call.missing, call.confirmed = bytearray(), len(greeting.WELCOME), True
+        connection.sendall(greeting.prove(secret, b"confirm", them, packed, answer.packed))
+        call.received, call.missing, call.confirmed = bytearray(), len(greeting.WELCOME), True
 
-    def _said(self, call: Dial) -> bytes:
+    def _packed_call(self, call: Dial) -> bytes:
         own = self._own
         return greeting.make_call(
             call.epoch, call.serial, self._sealed, own.identity, own.digest, call.own
         )
 
     def _call_again(self, call: Dial) -> None:
-        """Repeat the call later: the peer calls this process at the same time, is not there yet, or
-        took it for a stranger in a crowd."""
+        """Repeat the call later. The peer may be calling this process, may not know the meeting
+        yet, or may have dropped this caller among many strangers."""
         if not self._is_expected(call):
             self._fail(call, OSError(errno.ECONNABORTED, "its meeting is over"))
             return

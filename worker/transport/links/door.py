@@ -1,9 +1,10 @@
 """Listener and incoming calls, from which links come about.
 
-Callers are strangers until they have proven that they belong. Each has a few bytes of memory and a
-time limit. Their number is limited; beyond it the oldest is dropped. Callers whose first word is
-proven, and callers from a member's address, are counted apart. If strangers arrive faster than they
-can be handled, the kernel accepts all members and a part of the rest.
+Callers are strangers until they have proven that they know the meeting's secret. Each has a few
+bytes of memory and a time limit. Their number is limited, and the oldest is dropped first. Callers
+whose first message is proven, and callers from a member's address, have limits of their own. If
+strangers arrive faster than they can be handled, the kernel accepts all calls from members'
+addresses and a random part of the rest.
 
 Where two processes call each other at once, the call of the larger identity wins. No call here
 blocks. Must not know the traffic of links.
@@ -30,17 +31,16 @@ MOST_CALLERS = 128
 #: Time from a caller's connection to its proof.
 GREETING_LIMIT_S = 5.0
 _BACKLOG = 1024
-#: Limits of accepting at a time, before other work and the lock's release. A thread that computes
-#: in Python may take the time limit for each.
+#: Limits of accepting in one go, by time and by number, before other work gets the lock.
 _TURN_S = 0.02
 _TURN = 256
 #: Interval of looking at the clock.
 _TICK_S = 0.05
-#: Connections to accept after a turn that make a crowd: more arrive than are handled, and soon the
-#: kernel would drop members' calls.
+#: Connections still to accept after a turn that make a crowd: more arrive than are handled, and
+#: soon the kernel would drop members' calls.
 _CROWD = _BACKLOG // 4
-#: In a crowd the kernel accepts an ever smaller part of strangers. These are the interval of that,
-#: the smallest part, and the time after the last crowd until all are accepted again.
+#: In a crowd the kernel accepts a smaller and smaller part of strangers' calls: the interval
+#: between reductions, the smallest part, and how long after the last crowd all are accepted again.
 _SMALLER_S = 0.2
 _FEWEST_ONE_OF = 1024
 _CROWD_S = 10.0
@@ -60,7 +60,7 @@ class _Guest:
         self.socket = caller
         self.trust = trust
         self.until = time.monotonic() + GREETING_LIMIT_S
-        self.said = bytearray()
+        self.received = bytearray()
         self.missing = greeting.CALL_BYTES
         self.call: Call | None = None
         #: Fresh key of this end, and the answer with it. None: not answered yet.
@@ -123,7 +123,7 @@ class Door:
         #: Time until which accepting rests for lack of descriptors.
         self._full_until = 0.0
         self._calls = Calls(
-            self.card, poll, self._secret_of, self._show_out_oldest, self._open, sealed=sealed
+            self.card, poll, self._secret_of, self._drop_oldest_stranger, self._open, sealed=sealed
         )
 
     def __contains__(self, descriptor: int) -> bool:
@@ -143,14 +143,14 @@ class Door:
         self._secrets[epoch] = secret
         self._calls.begin(epoch)
         self._members = {e: hosts for e, hosts in self._members.items() if e >= epoch}
-        self._look_who_is_near()
+        self._update_near()
         self._answer_early()
 
     def favour(self, epoch: int, cards: Iterable[Card]) -> None:
         """Prefer callers from the hosts of these cards, members of that meeting."""
         before = self._members.get(epoch, frozenset())
         self._members[epoch] = before.union(card.host for card in cards)
-        self._look_who_is_near()
+        self._update_near()
 
     def expect(self, epoch: int, secret: bytes) -> None:
         """Accept members of this later meeting too."""
@@ -182,7 +182,7 @@ class Door:
             self._calls.hear(descriptor)
             return True
         if descriptor == self._listener.fileno():
-            self._let_in()
+            self._accept()
         elif descriptor in self._guests:
             self._hear_guest(descriptor, self._listen_to)
         return False
@@ -193,19 +193,19 @@ class Door:
         for descriptor in early:
             self._hear_guest(descriptor, self._answer)
 
-    def _hear_guest(self, descriptor: int, go_on: Callable[[_Guest], bool]) -> None:
+    def _hear_guest(self, descriptor: int, advance: Callable[[_Guest], bool]) -> None:
         guest = self._guests[descriptor]
         try:
-            done = go_on(guest)
+            done = advance(guest)
         except BlockingIOError:
             return
         except OSError:  # a stranger went away
             done = True
         if done:
-            self._show_out(descriptor)
+            self._drop(descriptor)
 
-    def _let_in(self) -> None:
-        """Accept waiting callers, or a good part of them."""
+    def _accept(self) -> None:
+        """Accept waiting callers, within the limits of a turn."""
         until = time.monotonic() + _TURN_S
         for count in range(_TURN):
             if count and time.monotonic() > until:
@@ -220,7 +220,7 @@ class Door:
                     return
                 continue
             self._welcome(caller, host)
-        self._look_for_a_crowd()
+        self._check_for_crowd()
 
     def _welcome(self, caller: socket.socket, host: str) -> None:
         caller.setblocking(False)
@@ -228,45 +228,45 @@ class Door:
         self._guests[caller.fileno()] = guest
         self._poll.register(caller, select.EPOLLIN)
         self._keep(guest)
-        self._hear_guest(caller.fileno(), self._listen_to)  # most have sent something, or have gone
+        self._hear_guest(caller.fileno(), self._listen_to)  # usually something is readable already
 
     def _keep(self, guest: _Guest) -> None:
-        """Count it among guests of equal trust; the oldest of too many is dropped."""
+        """Count `guest` among those of equal trust, and drop the oldest of too many."""
         alike = self._trusted[guest.trust]
         alike[guest.socket.fileno()] = None
         if len(alike) > MOST_CALLERS:
-            self._show_out(next(iter(alike)))
+            self._drop(next(iter(alike)))
 
     # ---- crowds
 
-    def _look_who_is_near(self) -> None:
+    def _update_near(self) -> None:
         near = frozenset(self._callers.values()).union(*self._members.values())
         if near != self._near:
             self._near = near
             if self._crowd_until:
-                self._keep_out()
+                self._reject_most_strangers()
 
-    def _look_for_a_crowd(self) -> None:
-        told = self._listener.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
-        if len(told) < _TCP_INFO.size or _TCP_INFO.unpack(told)[0] < _CROWD:
+    def _check_for_crowd(self) -> None:
+        info = self._listener.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+        if len(info) < _TCP_INFO.size or _TCP_INFO.unpack(info)[0] < _CROWD:
             return
         now = time.monotonic()
         if now >= self._smaller_at and self._one_of < _FEWEST_ONE_OF:
             self._smaller_at = now + _SMALLER_S
             self._one_of *= port.ONE_OF
             log.warning("strangers crowd the port: accepting one of %d", self._one_of)
-            self._keep_out()
+            self._reject_most_strangers()
         self._crowd_until = now + _CROWD_S
 
-    def _keep_out(self) -> None:
-        """Have the kernel accept a random part of the callers from other hosts than members'. Not
-        none: a member may call from another address than its card's."""
+    def _reject_most_strangers(self) -> None:
+        """Have the kernel accept only a random part of the calls from hosts that are no members'.
+        Not none, since a member may call from another address than its card's."""
         try:
             port.favour(self._listener, self._near, self._one_of)
         except OSError as error:  # too many members for a filter
             log.warning("strangers cannot be kept out", extra={"detail": str(error)})
 
-    def _let_all_in(self) -> None:
+    def _accept_all(self) -> None:
         self._crowd_until, self._one_of = 0.0, 1
         port.let_all_in(self._listener)
 
@@ -275,24 +275,24 @@ class Door:
     def _make_room(self) -> None:
         """Free a descriptor, as none is left: drop the oldest stranger, or let the
         listener rest."""
-        if not self._show_out_oldest():
+        if not self._drop_oldest_stranger():
             self._poll.modify(self._listener, 0)
             self._full_until = time.monotonic() + AGAIN_S
 
-    def _show_out_oldest(self) -> bool:
+    def _drop_oldest_stranger(self) -> bool:
         """Drop the oldest stranger, to free a descriptor. Return False where there are no
         strangers."""
         for descriptors in self._trusted:
             if descriptors:
-                self._show_out(next(iter(descriptors)))
+                self._drop(next(iter(descriptors)))
                 return True
         return False
 
-    def _show_out(self, descriptor: int) -> None:
-        guest = self._let_go(descriptor)
+    def _drop(self, descriptor: int) -> None:
+        guest = self._remove(descriptor)
         guest.socket.close()
 
-    def _let_go(self, descriptor: int) -> _Guest:
+    def _remove(self, descriptor: int) -> _Guest:
         """Remove it from the guests."""
         guest = self._guests.pop(descriptor)
         del self._trusted[guest.trust][descriptor]
@@ -300,7 +300,7 @@ class Door:
         return guest
 
     def _trust(self, guest: _Guest) -> None:
-        """Count it among those whose first word is proven."""
+        """Count `guest` among those whose first message is proven."""
         del self._trusted[guest.trust][guest.socket.fileno()]
         guest.trust = _PROVEN
         self._keep(guest)
@@ -310,28 +310,28 @@ class Door:
         part = guest.socket.recv(guest.missing)
         if not part:
             return True
-        guest.said += part
+        guest.received += part
         guest.missing -= len(part)
         if guest.missing:
             return False
-        said, me = bytes(guest.said), self._own_digest
+        received, me = bytes(guest.received), self._own_digest
         if guest.call is None:
-            guest.call, guest.missing = greeting.read_call(said), 1
+            guest.call, guest.missing = greeting.read_call(received), 1
             return guest.call is None or self._answer(guest)
         call = guest.call
         secret = self._secrets.get(call.epoch)
         if secret is None or not self._wanted(call):
             return True
-        if not greeting.proven(said, secret, b"confirm", me, call.said, guest.answer):
+        if not greeting.proven(received, secret, b"confirm", me, call.packed, guest.answer):
             return True
         seals: Seals | None = None
         if self._sealed or call.seals:
             assert guest.own is not None, "it was answered"
             seals = greeting.seals_of_called(
-                guest.own, call.public, secret, me, call.said, guest.answer
+                guest.own, call.public, secret, me, call.packed, guest.answer
             )
         guest.socket.sendall(greeting.WELCOME)
-        self._let_go(guest.socket.fileno())
+        self._remove(guest.socket.fileno())
         # If it fails, the caller sees only the end of the link.
         with contextlib.suppress(OSError):
             self._open(call.caller, call.place, call.serial, guest.socket, seals)
@@ -344,14 +344,14 @@ class Door:
         secret = self._secrets.get(call.epoch)
         if secret is None:
             return call.epoch < self._epoch  # this worker may still learn of a later one
-        if not greeting.proven(call.proof, secret, b"call", me, call.said):
+        if not greeting.proven(call.proof, secret, b"call", me, call.packed):
             return True
         self._trust(guest)
         guest.own = greeting.fresh()
         guest.answer = greeting.make_answer(self._sealed, guest.own)
-        proof = greeting.prove(secret, b"answer", me, call.said, guest.answer)
+        proof = greeting.prove(secret, b"answer", me, call.packed, guest.answer)
         guest.socket.sendall(guest.answer + proof)
-        guest.said, guest.missing = bytearray(), greeting.CONFIRM_BYTES
+        guest.received, guest.missing = bytearray(), greeting.CONFIRM_BYTES
         return False
 
     def _wanted(self, call: Call) -> bool:
@@ -364,8 +364,8 @@ class Door:
             return True
         # The other end may not know a later meeting yet; but a confirmed call may have made the
         # link there.
-        stands = own.confirmed or own.epoch <= call.epoch
-        return not (stands and self._identity > call.caller)
+        own_call_wins = own.confirmed or own.epoch <= call.epoch
+        return not (own_call_wins and self._identity > call.caller)
 
     # ---- both
 
@@ -386,7 +386,7 @@ class Door:
         self._serials[peer] = serial
         with contextlib.suppress(OSError):  # it has ended already
             self._callers[peer] = connection.getpeername()[0]
-            self._look_who_is_near()
+            self._update_near()
 
     def tick(self) -> None:
         """Do due work: drop late guests, repeat calls, listen again. Called a few times a second
@@ -396,13 +396,13 @@ class Door:
             return
         self._next_tick = now + _TICK_S
         for descriptor in [d for d, guest in self._guests.items() if guest.until < now]:
-            self._show_out(descriptor)
+            self._drop(descriptor)
         self._calls.tick(now)
         if self._full_until and self._full_until < now:
             self._full_until = 0.0
             self._poll.modify(self._listener, select.EPOLLIN)
         if self._crowd_until and self._crowd_until < now:
-            self._let_all_in()
+            self._accept_all()
 
     @property
     def busy(self) -> bool:
@@ -416,7 +416,7 @@ class Door:
 
     def close(self) -> None:
         for descriptor in list(self._guests):
-            self._show_out(descriptor)
+            self._drop(descriptor)
         self._calls.close()
         self._poll.unregister(self._listener)
         self._listener.close()

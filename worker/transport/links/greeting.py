@@ -80,7 +80,7 @@ class Seals(NamedTuple):
     inward: Seal
 
 
-# Otherwise the library loads it with the first key, which fails where no descriptor is left.
+# Load it now: with the first key would be too late for a process without a free descriptor.
 
 
 #: Bytes of a process's identity for links, which is random and unique.
@@ -106,7 +106,7 @@ class Call(NamedTuple):
     """Words of a caller. They are unproven until the confirmation."""
 
     epoch: int
-    #: Counts the links between the two processes: the newer replaces the older.
+    #: Number of the link between the two processes: a newer one replaces an older one.
     serial: int
     #: True if the caller wants the link sealed. It is if either end wants that, so that none gets
     #: less than it wants.
@@ -116,7 +116,7 @@ class Call(NamedTuple):
     place: bytes
     public: bytes
     #: All of the above as sent, followed by the proof.
-    said: bytes
+    packed: bytes
     proof: bytes
 
 
@@ -125,7 +125,7 @@ class Answer(NamedTuple):
 
     seals: bool
     public: bytes
-    said: bytes
+    packed: bytes
     proof: bytes
 
 
@@ -139,11 +139,11 @@ def make_call(
 
 def read_call(message: bytes) -> Call | None:
     """Parse a call. Return None where the caller uses another protocol."""
-    said, proof = message[: _CALL.size], message[_CALL.size :]
-    magic, epoch, serial, seals, caller, place, public = _CALL.unpack(said)
+    packed, proof = message[: _CALL.size], message[_CALL.size :]
+    magic, epoch, serial, seals, caller, place, public = _CALL.unpack(packed)
     if magic != _MAGIC:
         return None
-    return Call(epoch, serial, seals, caller, place, public, said, proof)
+    return Call(epoch, serial, seals, caller, place, public, packed, proof)
 
 
 def make_answer(seals: bool, own: X25519PrivateKey) -> bytes:
@@ -152,19 +152,19 @@ def make_answer(seals: bool, own: X25519PrivateKey) -> bytes:
 
 
 def read_answer(message: bytes) -> Answer:
-    said, proof = message[: _ANSWER.size], message[_ANSWER.size :]
-    seals, public = _ANSWER.unpack(said)
-    return Answer(seals, public, said, proof)
+    packed, proof = message[: _ANSWER.size], message[_ANSWER.size :]
+    seals, public = _ANSWER.unpack(packed)
+    return Answer(seals, public, packed, proof)
 
 
-def prove(secret: bytes, step: bytes, called: bytes, *said: bytes) -> bytes:
+def prove(secret: bytes, step: bytes, called: bytes, *packed: bytes) -> bytes:
     """Prove that the sender knows `secret`. `called`: digest of the called identity and address, so
-    that the greeting cannot be forwarded to another; `said`: all parts have fixed sizes."""
-    return hmac.digest(secret, b"".join((step, called, *said)), "sha256")
+    that the greeting cannot be forwarded to another; `packed`: all parts have fixed sizes."""
+    return hmac.digest(secret, b"".join((step, called, *packed)), "sha256")
 
 
-def proven(proof: bytes, secret: bytes, step: bytes, called: bytes, *said: bytes) -> bool:
-    return hmac.compare_digest(proof, prove(secret, step, called, *said))
+def proven(proof: bytes, secret: bytes, step: bytes, called: bytes, *packed: bytes) -> bool:
+    return hmac.compare_digest(proof, prove(secret, step, called, *packed))
 
 
 def prove_member(secret: bytes, epoch: int, of: bytes, to: bytes, word: bytes = b"") -> bytes:
@@ -174,33 +174,33 @@ def prove_member(secret: bytes, epoch: int, of: bytes, to: bytes, word: bytes = 
 
 
 def seals_of_caller(
-    own: X25519PrivateKey, theirs: bytes, secret: bytes, called: bytes, *said: bytes
+    own: X25519PrivateKey, theirs: bytes, secret: bytes, called: bytes, *packed: bytes
 ) -> Seals:
     """Return the caller's seals. `theirs`: the other end's fresh key; the rest as for `prove`.
 
     Only the two ends can know these, even if the secret becomes known later. Raises
     PermissionError.
     """
-    outward, inward = _keys(own, theirs, secret, called, *said)
+    outward, inward = _keys(own, theirs, secret, called, *packed)
     return Seals(Seal(outward), Seal(inward))
 
 
 def seals_of_called(
-    own: X25519PrivateKey, theirs: bytes, secret: bytes, called: bytes, *said: bytes
+    own: X25519PrivateKey, theirs: bytes, secret: bytes, called: bytes, *packed: bytes
 ) -> Seals:
     """Return the same seals at the other end."""
-    inward, outward = _keys(own, theirs, secret, called, *said)
+    inward, outward = _keys(own, theirs, secret, called, *packed)
     return Seals(Seal(outward), Seal(inward))
 
 
 def _keys(
-    own: X25519PrivateKey, theirs: bytes, secret: bytes, called: bytes, *said: bytes
+    own: X25519PrivateKey, theirs: bytes, secret: bytes, called: bytes, *packed: bytes
 ) -> tuple[bytes, bytes]:
     """Derive two keys: one for the caller's sends, one for its receives."""
     try:
         shared = own.exchange(X25519PublicKey.from_public_bytes(theirs))
     except ValueError:
         raise PermissionError("the other end's key is invalid") from None
-    info = b"".join((b"oobleck link", called, *said))
+    info = b"".join((b"oobleck link", called, *packed))
     both = HKDF(SHA256(), 2 * KEY_BYTES, salt=secret, info=info).derive(shared)
     return both[:KEY_BYTES], both[KEY_BYTES:]

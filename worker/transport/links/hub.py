@@ -287,8 +287,8 @@ class Links:
             raise TransportError(_GONE) from None
 
     def press(self, change: int) -> None:
-        """Change by `change` the number of operations that should continue while the training
-        thread computes."""
+        """Add `change` to the number of operations that the links' own thread carries on while the
+        training thread computes."""
         self._traffic.press(change)
 
     def _write(self, link: Link, epoch: int, label: Label, *content: memoryview) -> Outgoing:
@@ -311,7 +311,7 @@ class Links:
         if (old := self._links.get(peer)) is not None:
             self._drop(old)
             if old.used_in >= self._epoch and peer not in self._attendance.left:
-                # The other end was over before this one knew: frames were lost.
+                # The peer had closed the old link before this end noticed, so frames were lost.
                 self._lose(peer, "a peer has called again amid a meeting")
         feeds = partial(self._feeds, peer)
         link = Link(peer, place, serial, connected, feeds, seals, self._most_early_bytes)
@@ -321,7 +321,7 @@ class Links:
         self._traffic.add(link)
         self._links[peer] = link
         self._watch.add(link)
-        if self._leaving is not None:  # a late caller would wait for ever
+        if self._leaving is not None:  # say so to a late caller, which would wait for ever
             self._write(link, self._epoch, Label(self._leaving, 0, 0), _NOTHING)
         self._traffic.ring()
 
@@ -348,16 +348,16 @@ class Links:
     def _close_outside(self) -> None:
         """Close links to processes in no present meeting, nor in one that is prepared.
 
-        Such a process may have entered a later meeting before this worker, and would take the end
-        of its link for a loss. So it gets time in which this worker learns of that meeting too.
+        Wait before: the process may have entered a later meeting that this worker is about to
+        learn of, and would report the end of its link as a loss.
         """
         now = time.monotonic()
         if self._feeding is not None or now < self._next_look:
             return
         self._next_look = now + _LOOK_S
         for link in list(self._links.values()):
-            comes = link.used_in > self._epoch or self._attendance.is_ahead(link.peer)
-            patience_s = OUTSIDE_S * (2 if comes else 1)
+            may_follow = link.used_in > self._epoch or self._attendance.is_ahead(link.peer)
+            patience_s = OUTSIDE_S * (2 if may_follow else 1)
             if link.outside_since is not None and link.outside_since + patience_s < now:
                 self._drop(link)
 
@@ -451,9 +451,11 @@ class Links:
         self._traffic.write_background()
         self._watch.look()
         self._close_outside()
-        told, self._to_tell = self._to_tell, None
-        if told is not None:
-            threading.Thread(target=self._tell_lost, args=(told,), name="loss", daemon=True).start()
+        member, self._to_tell = self._to_tell, None
+        if member is not None:
+            threading.Thread(
+                target=self._tell_lost, args=(member,), name="loss", daemon=True
+            ).start()
 
     def _tell_lost(self, member: Member) -> None:
         try:

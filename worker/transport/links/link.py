@@ -24,11 +24,11 @@ import numpy as np
 
 from oobleck.worker.transport.links.greeting import Seals
 from oobleck.worker.transport.links.wire import (
+    ABOUT_LINKS,
     BACKGROUND,
     FEEDING,
     HEADER,
     LEAVING,
-    TOLD,
     ClearWire,
     Kind,
     Label,
@@ -50,8 +50,8 @@ _MOST_AHEAD_BYTES = 1 << 20
 #: Most bytes of frames of the present meeting that are not waited for yet; the default of a link's
 #: maker.
 #:
-#: A wanted frame may be after them, so to stop reading could block both ends for ever: beyond the
-#: limit the link ends.
+#: Beyond the limit the link ends. To stop reading instead could block both ends for ever, since a
+#: frame that is waited for may be behind the others.
 MOST_EARLY_BYTES = 1 << 30
 #: Approximate memory of a waiting frame beside its content.
 _FRAME_BYTES = 1 << 10
@@ -180,8 +180,8 @@ OnNews = Callable[[int, int, bytes], None]
 
 
 class Link:
-    """Local end of a connection to a peer. Only reading detects the end of the connection: the
-    peer's last words may still be readable when writing fails already."""
+    """Local end of a connection to a peer. Only reading detects the end of the connection: when
+    writing fails, the peer's last frames may still be readable."""
 
     def __init__(
         self,
@@ -313,10 +313,10 @@ class Link:
 
     def has_little_in_flight(self) -> bool:
         """Return whether the bytes taken by the kernel will arrive soon."""
-        told = fcntl.ioctl(self.socket, termios.TIOCOUTQ, bytes(4))
+        unsent = fcntl.ioctl(self.socket, termios.TIOCOUTQ, bytes(4))
         info = self.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
         rate: int = _DELIVERY_RATE.unpack_from(info)[0]
-        return int.from_bytes(told, sys.byteorder) < max(_IN_FLIGHT_BYTES, rate * _IN_FLIGHT_S)
+        return int.from_bytes(unsent, sys.byteorder) < max(_IN_FLIGHT_BYTES, rate * _IN_FLIGHT_S)
 
     # ---- in
 
@@ -406,7 +406,7 @@ class Link:
             if kind in LEAVING:
                 on_news(epoch, kind, b"")
                 continue
-            if kind in TOLD:
+            if kind in ABOUT_LINKS:
                 self._reading = Content(partial(on_news, epoch, kind))
                 self._reading_epoch = epoch
                 self._missing, self._room = size, self._reading.room(size)

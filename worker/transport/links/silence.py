@@ -19,7 +19,8 @@ from oobleck.worker.transport.links.link import Link
 
 #: The kernel allows at most 127.
 _MOST_QUESTIONS = 100
-#: Tolerance in probe intervals: a host that falls silent has answered its peers at different times.
+#: Tolerance in probe intervals, since a host that falls silent has last answered its peers at
+#: different times.
 _APART = 1.1
 #: Longest wait for a host's answer to one more connection.
 ASK_S = 2.0
@@ -53,8 +54,8 @@ class Patience:
         return silent_s(link) >= self.silence_s - ASK_S
 
     def is_silent(self, link: socket.socket) -> bool:
-        """Return whether the host has been silent for about as long as a loss takes. The workers at
-        both ends of a cut connection detect that, whichever leaves first."""
+        """Return whether the host has been silent for nearly the time of a loss: so both ends of a
+        cut connection notice it, whichever of them leaves first."""
         return silent_s(link) >= self.silence_s - _APART * self.every_s
 
 
@@ -63,10 +64,10 @@ def silent_s(link: socket.socket) -> float:
     not know.
     """
     try:
-        told = link.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+        info = link.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
     except (AttributeError, OSError):
         return 0.0
-    data_ms, answer_ms = _TCP_INFO.unpack(told)
+    data_ms, answer_ms = _TCP_INFO.unpack(info)
     return float(min(data_ms, answer_ms)) / 1e3
 
 
@@ -75,7 +76,7 @@ def answers(link: socket.socket) -> bool:
     try:
         host = link.getpeername()[:2]
     except OSError:
-        return True  # it has ended, which its user detects
+        return True  # the link has ended, which reading detects
     try:
         socket.create_connection(host, ASK_S).close()
     except OSError as error:  # any other is a refusal, or a fault of this host

@@ -1,8 +1,8 @@
 """Reading and writing of the links, by a thread of its own or by the one that waits for them.
 
-The own thread watches every link for its end and listens at the door while others compute. It reads
-and writes if something should not wait. A waiting training thread reads and writes itself, so that
-a message is handled by the thread that wants it. Must not know meetings.
+While others compute, the links' own thread watches every link for its end, accepts callers, and
+reads and writes only if an operation cannot wait. A training thread that waits for a message reads
+and writes itself, so that no other thread has to wake it. Must not know meetings.
 """
 
 import contextlib
@@ -42,14 +42,14 @@ class Owner(Protocol):
 
 
 class Traffic:
-    """Reader and writer of the links. Used with the lock held, except `wait` and `wake`."""
+    """Reader and writer of the links. Used with the lock held, except `wait` and the bells."""
 
     def __init__(self, owner: Owner, lock: threading.RLock) -> None:
         self._owner = owner
         self._lock = lock
         self._by_descriptor: dict[int, Link] = {}
-        #: Events of all links, for the present reader and writer; and events for the own thread,
-        #: which contain the former while it shall read and write.
+        #: Events of all links, for the thread that reads and writes now; and events for the own
+        #: thread, which include the former while that is its task.
         self._traffic = select.epoll()
         self.events = select.epoll()
         self._bell = os.eventfd(0, os.EFD_NONBLOCK)
@@ -136,23 +136,23 @@ class Traffic:
             self.poll_for(link)
 
     def _has_little_in_flight(self) -> bool:
-        # All links pass the same bottleneck, at this end.
+        # Look at all links: at this end they share one bottleneck.
         return all(link.has_little_in_flight() for link in self._by_descriptor.values())
 
     # ---- turns of reading and writing
 
     def press(self, change: int) -> None:
-        """Change by `change` the number of operations that should continue while the training
-        thread computes."""
+        """Add `change` to the number of operations that the own thread carries on while the
+        training thread computes."""
         self._pressing += change
         self.arm()
 
     def press_anew(self, count: int) -> None:
-        """Set the number of operations that should continue to `count`, forgetting earlier ones."""
+        """Set the number of such operations to `count`."""
         self._pressing = count
 
     def arm(self) -> None:
-        """Have the own thread read and write if no other does and it is needed."""
+        """Have the own thread read and write, if that is needed and no other thread does."""
         shown = not self._taken and bool(self._pressing or self._blocked)
         if shown != self._shown and not self.closed:
             self._shown = shown

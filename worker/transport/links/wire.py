@@ -63,8 +63,8 @@ class Label(NamedTuple):
     part: int
 
 
-#: Frames for the links themselves, handled whether or not this worker has entered their meeting.
-TOLD = frozenset({Kind.STANDING, Kind.PROOF})
+#: Frames for the links themselves; they are handled even before this worker enters their meeting.
+ABOUT_LINKS = frozenset({Kind.STANDING, Kind.PROOF})
 
 #: Most bytes of a frame's content. It bounds the wait of urgent frames, and the bytes sent or read
 #: in vain after a meeting is given up.
@@ -153,8 +153,8 @@ class Wire(Protocol):
 
     @property
     def half_out(self) -> bool:
-        """True if a part of the data last given to `put` may have been sent unreported. Then the
-        same data must be given again."""
+        """True if `put` may have sent more than it reported. Then it must be called again with the
+        same data."""
 
     @property
     def holds(self) -> bool:

@@ -167,10 +167,10 @@ class Line:
 # 3. `Communicator._calls`: NCCL allows one thread at a time on a communicator.
 # 4. Those of the links.
 #
-# Whoever holds the first one waits for its own device at most, on which no kernel waits for a peer
-# then (`Connecting`). So it is let go soon, whatever the peers do. Others wait for it by `held`: an
-# abort ends the wait. A poll does not wait for the third one, whose holder may be in a launch.
-# Aborts take none of these: they must end a call of NCCL's that does not return.
+# The holder of the first lock waits at most for its own device, on which then no kernel waits for a
+# peer (`Connecting`). So it is released soon, whatever the peers do. Others wait for it by `held`,
+# which an abort ends. A poll does not wait for the third lock, whose holder may be in a launch.
+# Aborts take none of the locks: they must end a call of NCCL's that does not return.
 
 
 _LOOK_S = 0.05
@@ -228,8 +228,8 @@ class Communicator:
     def stamp(self) -> bytes:
         """Digest that is equal at two of its members exactly if both have launched as many
         operations; no other communicator has the same by chance."""
-        told = f"{self.key.purpose} {self.born} {self.launched} ".encode()
-        return blake2b(told + b"".join(self.key.processes), digest_size=STAMP_BYTES).digest()
+        text = f"{self.key.purpose} {self.born} {self.launched} ".encode()
+        return blake2b(text + b"".join(self.key.processes), digest_size=STAMP_BYTES).digest()
 
     @contextmanager
     def calling(self) -> Iterator[None]:
@@ -378,5 +378,5 @@ class Arriving:
     def wait(self) -> None:
         self._transport.advance()
         self._transport.wait_until(self._operation.has_ended, self._operation.peers)
-        # In the queue of the current computation, which this does not delay: it has ended.
+        # Order later work behind the operation, without delay, since it has ended.
         self._operation.wait()

@@ -1,22 +1,21 @@
 """Communicators of one worker over all generations, and the connecting of new ones.
 
-All are connected at once, in a thread of its own, while training continues. First a worker begins
-those of which it is the first member, and sends the others NCCL's identifier. Then it begins the
-others as their identifiers arrive. So the longest chain of workers that wait for each other has
-two, however the communicators overlap.
+A thread connects all communicators at once while training continues. First a worker begins those of
+which it is the first member, and sends NCCL's identifier to the others. Then it begins the rest as
+their identifiers arrive. So no worker waits for one that itself waits, however communicators
+overlap.
 
-Then each is used once, so that no step has to wait for a first use, which may wait for the whole
-device. That happens one after the other, in an order that all workers share, when all members have
-reached it (`lines`). A first use keeps training from launching. So it begins when NCCL has
-connected the communicator and no operation of training is under way here, and then waits for
-computations at most. There is no deadlock. Operations of training end whatever connects, and
-training then goes on until its step ends or it waits: in both cases nothing is under way. So of all
-unfinished first uses the first one in the order can end, since its members have finished all before
-it.
+Then each communicator is used once, since a first use may wait for the whole device, and no step
+should. First uses follow one another in an order that all workers share, each when all its members
+have reached it (`Line`). During a first use training launches nothing. So it begins when NCCL has
+connected the communicator and no operation of training is under way here; then it waits only for
+computations. There is no deadlock: operations of training end independently of connecting, and
+training continues until its step ends or it waits. In both cases no operation is under way. So the
+first unfinished use in the order can end, since its members have finished all earlier ones.
 
-A call of NCCL's may never return; giving up leaves its thread behind. A member that leaves in order
-ends only the connecting. The generation is about to end, and some may not know the result of its
-last vote yet.
+A call of NCCL's may never return, so giving up abandons the thread. If a member leaves in order,
+only the connecting ends: the generation is about to end anyway, and some members may still wait for
+the result of its last vote.
 
 If connecting takes too long, the generation ends, and the next one tries again. If that takes too
 long as well, for example because NCCL's traffic is blocked, everything goes over the host from then
@@ -74,10 +73,9 @@ from oobleck.worker.transport.tree import Words
 # ones, and launches nothing on them until all have met. Then a communicator is kept if all its
 # members have sent one stamp, and else made anew.
 #
-# All members decide the same, since the stamps are one table for all. A member looks for its own
-# stamp among those of the others. Each sends at most one stamp for the same purpose and
-# processes. If it finds its own at all of them, then these are their own too, and they find it at
-# all as well. If it does not, or has none, then no other one finds its own at all of them.
+# All members decide the same, since all see the same table of stamps, in which each member has at
+# most one stamp for a purpose and processes. Each decides to keep its communicator if all members
+# have its own stamp, hence if all stamps are equal: the same condition for all.
 #
 # A kept communicator is usable. Equal stamps are of one communicator, since a meeting makes at
 # most one for the same purpose and processes. NCCL matches the n-th operation of one member with
@@ -130,15 +128,16 @@ class StreamRing:
         self._held.discard(stream)
 
 
-def stamps_of(told: bytes) -> frozenset[bytes]:
-    """Split the bytes of `Communicators.told` into stamps."""
-    starts = range(0, len(told), STAMP_BYTES)
-    return frozenset(told[start : start + STAMP_BYTES] for start in starts)
+def stamps_of(packed: bytes) -> frozenset[bytes]:
+    """Split the bytes of `Communicators.stamps` into stamps."""
+    starts = range(0, len(packed), STAMP_BYTES)
+    return frozenset(packed[start : start + STAMP_BYTES] for start in starts)
 
 
-def is_kept(stamp: bytes, members: Iterable[int], told: Sequence[Collection[bytes]]) -> bool:
-    """Return whether all `members` have the communicator of this stamp, whole. `told`: by rank."""
-    return all(stamp in told[member] for member in members)
+def is_kept(stamp: bytes, members: Iterable[int], stamps: Sequence[Collection[bytes]]) -> bool:
+    """Return whether all `members` have the communicator of this stamp, whole. `stamps`: all
+    workers', by rank."""
+    return all(stamp in stamps[member] for member in members)
 
 
 class Communicators:
@@ -164,7 +163,7 @@ class Communicators:
         self._idle = threading.Event()
         self._idle.set()
 
-    def told(self) -> bytes:
+    def stamps(self) -> bytes:
         """Return the stamps of all whole ones, once no transport uses them any more."""
         self.await_idle()
         with self._lock:
@@ -172,16 +171,18 @@ class Communicators:
         return b"".join(each.stamp for each in whole)
 
     def keep(
-        self, wanted: Mapping[Key, Sequence[int]], told: Sequence[Collection[bytes]]
+        self, wanted: Mapping[Key, Sequence[int]], stamps: Sequence[Collection[bytes]]
     ) -> dict[Key, Communicator]:
-        """Return those of `wanted`, by the ranks of their members, that all of them have, by the
-        stamps in `told`. The others begin to end. Returns at once."""
+        """Return those of `wanted` that all their members have, and begin to end all others.
+
+        `wanted`: with the ranks of the members; `stamps`: all workers', by rank. Returns at once.
+        """
         self.await_idle()
         with self._lock:
             kept = {
                 key: each
                 for key, each in self._all.items()
-                if key in wanted and is_kept(each.stamp, wanted[key], told)
+                if key in wanted and is_kept(each.stamp, wanted[key], stamps)
             }
             others = [each for key, each in self._all.items() if key not in kept]
         self.end(others)
@@ -251,10 +252,10 @@ class Communicators:
 
 log = logging.getLogger(__name__)
 
-#: NCCL examines the machines' wires while it makes a communicator. Within the limit of torch's own
-#: (TORCH_NCCL_NONBLOCKING_TIMEOUT), after which a peer seems to be lost.
+#: Time-out of connecting, in which NCCL examines the machines' topology. It must be shorter than
+#: torch's own (TORCH_NCCL_NONBLOCKING_TIMEOUT), after which a peer seems to be lost.
 LIMIT_S = 40.0
-#: The same where training waits for it and could do without: state may go over the host.
+#: The same for moving state: training waits, and state may go over the host instead.
 STATE_LIMIT_S = 15.0
 _POLL_S = 0.001
 #: Part of an identifier's note; a line's own notes have 0.
@@ -298,7 +299,7 @@ class Connecting:
         #: Held while what was made is changed, or NCCL is asked for the state of its use.
         self._lock = threading.RLock()
         self._given_up = False
-        #: True if it will never be done, although training is unharmed.
+        #: True if a member has left in order: it will never be done, and training is unharmed.
         self._vain = False
         #: Error that ended it, unless it was given up or is in vain.
         self.failure: Exception | None = None
@@ -329,8 +330,8 @@ class Connecting:
         with self._lock:
             first, self._vain = not self._vain, True
         if first:
-            told = {"why": f"{why}; check the network between the nodes (oobleck doctor)"}
-            log.warning("staged through host memory, which is slow", extra=told)
+            fields = {"why": f"{why}; check the network between the nodes (oobleck doctor)"}
+            log.warning("staged through host memory, which is slow", extra=fields)
             self._communicators.end(self.made.values())
 
     def wait(self) -> None:
@@ -472,9 +473,9 @@ def _label(name: Name) -> Label:
     return Label(Kind.NOTE, key_of(name), _IDENTIFIER_PART)
 
 
-def _unpacked(told: bytes | bytearray) -> dict[str, bytes]:
+def _unpacked(packed: bytes | bytearray) -> dict[str, bytes]:
     """Unpack identifiers. Raises TransportError if the bytes are invalid."""
     try:
-        return msgspec.msgpack.decode(told, type=dict[str, bytes])
+        return msgspec.msgpack.decode(packed, type=dict[str, bytes])
     except msgspec.DecodeError as error:
         raise TransportError(f"a peer sent an invalid identifier: {error}") from error

@@ -103,9 +103,9 @@ class NcclMaker:
         options = ProcessGroupNCCL.Options()
         options._timeout = OPERATION_TIMEOUT
         options.config.blocking = 0
-        # It determines channels and their buffers: many groups must fit into memory together.
+        # Limit channels, and so their buffers: many groups must fit into memory together.
         options.config.max_ctas = most_ctas
-        # Streams of a pool that nothing else uses.
+        # Take streams of the high-priority pool, which nothing else uses.
         options.is_high_priority_stream = True
         return ProcessGroupNCCL(identifiers, rank, size, options)  # type: ignore[return-value]  # stubs
 
@@ -118,8 +118,8 @@ class NcclMaker:
 
 
 def use_device(device: torch.device) -> None:
-    """Have this thread use that GPU. Each thread begins with the first GPU, and allocates memory
-    there with its first call of CUDA."""
+    """Make this thread use that GPU. Otherwise its first call of CUDA would allocate memory on the
+    first GPU."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
@@ -187,18 +187,18 @@ def judged(
     text = str(error)
     result, warning = _RESULT.search(text), _WARNING.search(text)
     last = warning[1] if warning else ""
-    told = _DECORATION.sub("", text.partition("\n")[0])
+    reason = _DECORATION.sub("", text.partition("\n")[0])
     if result:
-        told = f"NCCL: {result[1]}" + (f" ({last})" if last else "")
+        reason = f"NCCL: {result[1]}" + (f" ({last})" if last else "")
     if any(words in text for words in _CUDA_FAILED):
         if _NO_MEMORY.search(last):
-            return torch.OutOfMemoryError(told)
-        return Unmapped(told) if _UNMAPPED.search(last) else torch.AcceleratorError(told)
+            return torch.OutOfMemoryError(reason)
+        return Unmapped(reason) if _UNMAPPED.search(last) else torch.AcceleratorError(reason)
     if result and result[1] == "ncclSystemError":
         for lack, fix in _SHORT_OF.items():
             if lack in last:
-                return NodeError(f"{told}; {fix}")
-    return TransportError(told)
+                return NodeError(f"{reason}; {fix}")
+    return TransportError(reason)
 
 
 #: Aborts take a fraction of a second with a healthy driver. That of a connecting group waits until
@@ -254,19 +254,19 @@ class Aborts:
                 with pulse.WAITING:
                     thread.join(_POLL_S)
         if stuck := sum(thread.is_alive() for thread in threads):
-            told = (
+            reason = (
                 f"{stuck} of NCCL's communicators did not end within {self._limit_s:g} s of their "
                 "abort"
             )
             if self._replaced:
                 raise NodeError(
-                    f"{told}, and the worker's process was replaced before; check the GPU's "
+                    f"{reason}, and the worker's process was replaced before; check the GPU's "
                     "driver (dmesg, nvidia-smi)"
                 )
-            raise HelperLost(f"{told}; the worker's process is replaced")
+            raise HelperLost(f"{reason}; the worker's process is replaced")
 
     def _abort(self, group: ProcessGroup) -> None:
         use_device(self._device)
-        # It raises where the group never connected, or its GPU is gone: nothing is left to end.
+        # It raises if the group never connected or its GPU is gone; then there is nothing to end.
         with contextlib.suppress(RuntimeError):
             group.abort()

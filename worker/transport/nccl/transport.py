@@ -12,7 +12,7 @@ all (`oobleck.worker.step.exchange`). An example is the next layer's weights, an
 gradients. That order causes no deadlock. Asking never waits, and waiting for one exchange has
 always meant waiting for all workers of the stage, each of which has a part of the layer.
 
-An operation is launched when all participants are about to launch it (`lines`), and a message when
+An operation is launched when all participants are about to launch it (`Line`), and a message when
 the device has computed it, too. The asking thread launches it if they are ready by then, else a
 thread of this transport's own does, whatever the training thread does meanwhile. On the device it
 follows the work that was queued before it was asked for.
@@ -88,7 +88,7 @@ class NcclTransport:
         host: Transport,
         communicators: Communicators,
         names: Sequence[Name],
-        told: Sequence[Collection[bytes]],
+        stamps: Sequence[Collection[bytes]],
         *,
         at_once: bool = True,
         late: bool = False,
@@ -97,11 +97,11 @@ class NcclTransport:
     ) -> None:
         """Connect the transport.
 
-        Communicators in `names` with this rank that not all members have, by the stamps in `told`
-        by rank, are connected, and used once in this order, which all share. `at_once`: they are in
-        use when this returns, the same for all ranks; else `use_connected` begins their use.
-        `late`: connecting took some rank too long the last time. `moves_state`: some are for state
-        alone. `links`: those of the host; `host`: carries everything else over them.
+        Of the communicators `names` with this rank, those that not all members have are connected
+        and used once, in this order, which all share. `stamps`: all workers', by rank. `at_once`,
+        the same for all ranks: they are in use when this returns; else `use_connected` begins their
+        use. `late`: connecting took some rank too long the last time. `moves_state`: some are for
+        state alone. `links`: those of the host; `host`: carries everything else over them.
 
         Raises TransportError when one cannot be connected within `limit_s`, or the meeting of
         `links` is over meanwhile; then the caller must end `host`.
@@ -135,7 +135,7 @@ class NcclTransport:
         self._connecting: Connecting | None = None
         self._thread = threading.Thread(target=self._launch_all, name="nccl", daemon=True)
         keys = {name: _key(name, links) for name in names if self.rank in name[1]}
-        kept = communicators.keep({key: name[1] for name, key in keys.items()}, told)
+        kept = communicators.keep({key: name[1] for name, key in keys.items()}, stamps)
         communicators.aborts.settle(links.check)  # frees the memory of those that are not kept
         communicators.begin_use()
         self._communicators = {name: kept[key] for name, key in keys.items() if key in kept}
@@ -288,8 +288,8 @@ class NcclTransport:
         return tensor.device == self._device
 
     def _way(self, sender: int, receiver: int) -> Name:
-        """Return the name of the line for messages: until all state has moved, the line for state
-        if there is one."""
+        """Return the name of the line for messages; until all state has moved, that for state if
+        there is one."""
         way = sender, receiver
         return ("state", way) if ("state", way) in self._lines else ("link", way)
 
@@ -343,7 +343,7 @@ class NcclTransport:
     def end_moving(self) -> None:
         if not self._moves_state:
             return
-        # Others may still wait for the end of their operations, which an abort here could disturb.
+        # Meet first: an abort here could disturb operations that others still wait for.
         self._host.gather(b"")
         with held(self._launching, self.check):
             self._moves_state = False
@@ -352,7 +352,7 @@ class NcclTransport:
             self._communicators = used
             self._lines = {name: line for name, line in self._lines.items() if name in used}
         self._kept.end(ended)
-        # Before any other launch, whose kernels an abort might wait for; and a step needs their
+        # Wait before any other launch: an abort might wait for its kernels; and a step needs the
         # memory.
         self._kept.aborts.settle(self.links.check)
 
@@ -365,7 +365,7 @@ class NcclTransport:
         self._host.complete()
 
     def abort(self) -> None:
-        # First the mark, then the kernels: results after this are not used.
+        # Mark the abort before ending kernels, so that no result after that is used.
         self._give_up()
         self._host.abort()
 

@@ -16,13 +16,13 @@ from oobleck.worker.transport.tree import place_of, tree_neighbours
 from support.meeting import SECRET, Party
 from support.waiting import until
 
-HANDS = 3
+FAN_OUT = 3
 
 
 @pytest.fixture
 def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tree of several levels of few."""
-    monkeypatch.setattr(tree, "HANDS", HANDS)
+    monkeypatch.setattr(tree, "FAN_OUT", FAN_OUT)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 12, 40])
@@ -33,7 +33,7 @@ def test_everyone_has_one_place_in_the_tree(narrow: None, size: int) -> None:
         below = [rank for place in places.values() for rank in place.below]
         assert sorted([*below, root]) == list(range(size))
         for rank, place in places.items():
-            assert len(place.below) <= HANDS
+            assert len(place.below) <= FAN_OUT
             assert all(places[each].above == rank for each in place.below)
 
 
@@ -56,7 +56,7 @@ def test_all_hear_what_all_say_in_two_messages_for_each_but_one(
         assert party.heard == [[b"%d" % rank for rank in range(count)]] * count
         assert sent == 2 * (count - 1)
         most = max(len(each.peers) for each in party.links)
-        assert most == (HANDS + 1 if along_tree else count - 1)
+        assert most == (FAN_OUT + 1 if along_tree else count - 1)
 
 
 def test_a_second_meeting_along_the_tree_makes_no_connection(narrow: None) -> None:
@@ -150,7 +150,7 @@ def test_the_death_of_the_root_while_it_tells_all_lets_nobody_go_on(
         def die_amid(peer: bytes, label: Label, content: memoryview) -> Outgoing:
             nonlocal told
             told += 1
-            if told == HANDS:
+            if told == FAN_OUT:
                 raise Dies
             return send(peer, label, content)
 
@@ -158,7 +158,7 @@ def test_the_death_of_the_root_while_it_tells_all_lets_nobody_go_on(
         drill = Drill(party, 2, 0)
         drill.come(*range(13))
         assert drill.all_ended()
-        assert told == HANDS
+        assert told == FAN_OUT
 
 
 def test_a_newer_plan_wins_over_a_meeting_along_a_tree(narrow: None) -> None:

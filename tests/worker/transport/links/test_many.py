@@ -15,7 +15,7 @@ from oobleck.worker.transport.linked import LinkTransport
 from oobleck.worker.transport.tree import ring_neighbours, sum_neighbours, tree_neighbours
 from support.meeting import Party
 
-HANDS = MESHED = 3
+FAN_OUT = MESHED = 3
 COUNT = 13
 EVERYONE = tuple(range(COUNT))
 #: Of three workers more than are meshed, not in a row.
@@ -24,7 +24,7 @@ GROUP = (1, 4, 5, 7, 8, 12)
 
 @pytest.fixture(autouse=True)
 def few_hands(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tree, "HANDS", HANDS)
+    monkeypatch.setattr(tree, "FAN_OUT", FAN_OUT)
     for module in (tree, connect):
         monkeypatch.setattr(module, "MOST_MESHED", MESHED)
 
@@ -100,7 +100,7 @@ def test_neighbours_in_sums_are_each_others_and_do_not_grow_with_the_group(size:
     found = [sum_neighbours(index, size) for index in range(size)]
     for one, others in enumerate(found):
         assert all(one in found[other] for other in others)
-        assert len(others) <= HANDS + 1 + 2
+        assert len(others) <= FAN_OUT + 1 + 2
 
 
 @pytest.mark.parametrize("seed", range(12))
