@@ -46,7 +46,7 @@ from oobleck.proto.health import ALIVE, READY, HealthPort
 
 logger = logging.getLogger(__name__)
 
-#: Time for the last reports, when everything has ended.
+#: Time for the last reports, once all processes have ended.
 FAREWELL_S = 1.0
 _MOST_FAULT_BYTES = 1 << 20
 

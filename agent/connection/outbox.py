@@ -201,16 +201,20 @@ class Outbox:
             self._status_due = True
             self._make_due(now + GATHER_REPORTS_S if only_plan else now)
         self._status = status
+        self._hold(hold_s, status.generation)
+
+    def _hold(self, hold_s: float, generation: Generation) -> None:
+        """Hold records back for `hold_s`: a shorter time at once, a longer one from the first step
+        of `generation` on. Of the steps before its boundary, this node may be the only one to have
+        the records."""
         if hold_s <= self._hold_s:
             self._hold_then = None
             if hold_s < self._hold_s:
                 self._hold_s = hold_s
                 self.wake.set()
         else:
-            # Hold back longer only from the new plan's steps on: of the steps before its boundary
-            # this node may be the only one to have the records.
-            known = self._hold_then
-            self._hold_then = status.generation if known is None else known[0], hold_s
+            since = generation if self._hold_then is None else self._hold_then[0]
+            self._hold_then = since, hold_s
 
     def want_status(self, now: float) -> None:
         """Send the status even if it has not changed."""
