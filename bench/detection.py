@@ -16,8 +16,8 @@ On real clusters, in each of the modes of `oobleck-master --detection`:
 - `pause`: SIGSTOP of the master for so many seconds. Reconfigurations that follow: there must be
   none.
 
-The mode `wan`, whose time-outs are several times as long, has a fourth of the stops, hosts and cuts.
-A round in which anything else is lost is reported and repeated.
+The mode `wan`, whose time-outs are several times as long, has a fourth of the stops, hosts and
+cuts. A round in which anything else is lost is reported and repeated.
 
 All clocks are this machine's, and other load on it adds to all times.
 """
@@ -130,7 +130,7 @@ class Watched:
         self.cluster.wait(lambda: bool(steps()), f"a step of generation {generation}", poll_s=0.1)
         return float(steps()[0]["time"])
 
-    def told_at(self, generation: int, nodes: Sequence[str]) -> float:
+    def assigned_at(self, generation: int, nodes: Sequence[str]) -> float:
         """Return the Unix time at which the last of the agents had that generation for its
         workers."""
         moments = [self._assigned_at(node, generation) for node in nodes]
@@ -152,7 +152,7 @@ def local(mode: str) -> Iterator[Watched]:
 
 
 def exits(watched: Watched, count: int) -> dict[str, list[float]]:
-    known, told = [], []
+    known, sent = [], []
     for victim in _victims(count):
         watched.settle(victim)
         pid = watched.cluster.worker_pids()[f"{victim}/0"]
@@ -164,10 +164,10 @@ def exits(watched: Watched, count: int) -> dict[str, list[float]]:
             continue
         others = [name for name in watched.cluster.agents if name != victim]
         known.append(float(lost["time"]) - at)
-        told.append(watched.told_at(int(made["to_generation"]), others) - at)
+        sent.append(watched.assigned_at(int(made["to_generation"]), others) - at)
         if len(known) == count:
             break
-    return {"exit: the master knows": known, "exit: the survivors are told": told}
+    return {"exit: the master knows": known, "exit: the survivors know": sent}
 
 
 def stops(watched: Watched, count: int) -> dict[str, list[float]]:

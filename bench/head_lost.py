@@ -1,9 +1,9 @@
-"""How long training stands when the head is lost.
+"""How long training stands still when the head is lost.
 
     python -m bench.head_lost [--away 10] [--nodes 3] [--rounds 3]
 
-On a real cluster with a job of many short steps. The master is killed (SIGKILL) and is away for
-`--away` seconds. Then a head goes on in one of the ways of docs/deploy/head-lost.md:
+A real cluster trains a job of many short steps. The master is killed (SIGKILL). After `--away`
+seconds the next head begins in one of the ways of docs/deploy/head-lost.md:
 
 - `process`: on the same state directory.
 - `restore`: on another one, from a backup that was made before.
@@ -11,13 +11,13 @@ On a real cluster with a job of many short steps. The master is killed (SIGKILL)
 
 Prints, from the times in the steps' records:
 
-- `median`: of the spans from one step to the next in the `--away` seconds before the loss,
-- `longest`: the longest of those,
-- `without`: the longest while there was no head,
+- `median`: median time between two steps in the `--away` seconds before the loss,
+- `longest`: the longest such time,
+- `without`: the longest time between two steps while there was no head,
 - `since`: the longest from the next head's start until `--away` seconds after it has the job.
 
-Training stands where one of the last two is much longer than `longest`. Workers must be the same
-processes all along.
+Training stood still if one of the last two is much longer than `longest`. The workers must be the
+same processes throughout.
 """
 
 import argparse

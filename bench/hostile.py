@@ -2,22 +2,21 @@
 
     python -m bench.hostile [--seconds 60] [--who viewer,agent] [--kinds large,streams] [--nodes 4]
 
-A real cluster with an authority trains a job. Then attack, one after the other, holders of a
-revoked certificate, of an unused join token, of a viewer's certificate, and of an agent's whose
-node has no workers; each with all kinds of `bench.support.attacks` in turn. Before and meanwhile
-workers are killed with SIGKILL, and measured are
+A real cluster with an authority trains a job. Attackers follow one another: holders of a revoked
+certificate, of an unused join token, of a viewer's certificate, and of the certificate of an agent
+whose node has no workers. Each makes all kinds of attacks of `bench.support.attacks` in turn.
+Before and meanwhile workers are killed with SIGKILL. Measured are
 
-- loop: how late the master's event loop is, by the time of a refusal at its page of metrics, which
-  takes three turns of the loop and nothing else of the master; "late" is the part of these looks
-  that took more than 50 ms;
+- loop: the delay of the master's event loop, by the time of a refusal at its page of metrics, which
+  takes three turns of the loop and no other work; "late" is the share of more than 50 ms;
 - call: the time of an honest operator's call on a connection of its own;
-- memory: of the master, above that when the attack began (PSS without what is read from files,
-  which counts for less or more as other processes that share it come and go);
+- memory: growth of the master's memory since the attack began (PSS without file-backed pages, whose
+  share depends on other processes);
 - recovery: from the signal to the commit of the next step in a new generation.
 
-The attackers' processes take processors from the job, as they would not from hosts of their own. So
-each attacks another master first, where nothing trains ("elsewhere"), and the ratio that counts is
-to that part.
+The attackers' processes take processor time from the job, which they would not on hosts of their
+own. So each first attacks another master, where nothing trains ("elsewhere"), and the ratio that
+counts is to that part.
 """
 
 import argparse
@@ -95,7 +94,7 @@ def call(client: MasterClient) -> float:
     return time.monotonic() - begun
 
 
-def probe(page: tuple[str, int], endpoint: Endpoint, pid: int, told: Connection) -> None:
+def probe(page: tuple[str, int], endpoint: Endpoint, pid: int, samples: Connection) -> None:
     """Send (kind, time, figure) until this process is ended. This process and the master get
     priority where possible, as on machines of their own, so that delays are the master's own."""
     hurry([psutil.Process(), psutil.Process(pid)])
@@ -109,7 +108,7 @@ def probe(page: tuple[str, int], endpoint: Endpoint, pid: int, told: Connection)
             except (OSError, CommandFailed, grpc.RpcError):
                 figure = _ANSWER_S
             with lock:
-                told.send((kind, at, figure))
+                samples.send((kind, at, figure))
             time.sleep(every_s)
 
     client = MasterClient(endpoint)
@@ -149,8 +148,8 @@ class Kills:
             os.kill(pid, signal.SIGKILL)
         while self._last("generation") <= before:
             if time.monotonic() > deadline:
-                told = "\n".join(map(str, self._cluster.events(self._job_id)[-4:]))
-                raise ClusterError(f"no step after {victim} was killed: {told}")
+                last = "\n".join(map(str, self._cluster.events(self._job_id)[-4:]))
+                raise ClusterError(f"no step after {victim} was killed: {last}")
             time.sleep(0.01)
         lines = self._cluster.metrics(self._job_id)
         new = next(line for line in lines if line["generation"] > before)
@@ -165,15 +164,15 @@ class Kills:
 class Samples:
     """Samples of the probe, read by a thread at once, since a full pipe would delay the probe."""
 
-    def __init__(self, told: Connection) -> None:
-        self._told = told
+    def __init__(self, probe: Connection) -> None:
+        self._probe = probe
         self._found: list[tuple[str, float, float]] = []
         threading.Thread(target=self._take, daemon=True).start()
 
     def _take(self) -> None:
         with contextlib.suppress(EOFError):
             while True:
-                self._found.append(self._told.recv())
+                self._found.append(self._probe.recv())
 
     def into(self, part: Part, begun: float) -> None:
         found, self._found = self._found, []
@@ -193,23 +192,23 @@ def measure(what: str, kills: Kills, samples: Samples, goes_on: Callable[[], boo
     return part
 
 
-def credentials(who: str, folder: Path, pki: Path, address: str) -> Path:
+def credentials(kind: str, folder: Path, pki: Path, address: str) -> Path:
     """Make credentials of that kind by the authority in `pki`, whose master is at `address`."""
     operator = Client(folder, folder)
     operator.address, operator.credentials = address, pki / "operator"
-    found = folder / f"{who}-{os.urandom(2).hex()}"
-    if who == "token":
+    found = folder / f"{kind}-{os.urandom(2).hex()}"
+    if kind == "token":
         operator.oobleck("pki", "token", "--ttl", "60m", "--out", str(found))
         return found
-    role: Role = "agent" if who == "agent" else "viewer"
+    role: Role = "agent" if kind == "agent" else "viewer"
     issue(pki, found, role, found.name)
-    if who == "revoked":
+    if kind == "revoked":
         operator.oobleck("pki", "revoke", found.name, "--role", role)
     return found
 
 
 def row(part: Part, than: Part | None) -> str:
-    def told(figures: Sequence[float], by: float, width: int) -> str:
+    def column(figures: Sequence[float], by: float, width: int) -> str:
         if not figures:
             return f"{'-':>{2 * width + 1}}"
         return f"{by * statistics.median(figures):{width}.1f} {by * max(figures):{width}.1f}"
@@ -217,9 +216,9 @@ def row(part: Part, than: Part | None) -> str:
     late = sum(one > _LATE_S for one in part.loop_s) / max(1, len(part.loop_s))
     ratio = "" if than is None else f"{_ratio(part.recovery_s, than.recovery_s):6.2f}"
     return (
-        f"{part.what:20} {told(part.loop_s, 1e3, 8)} {late:6.2%}  {told(part.call_s, 1e3, 8)}  "
+        f"{part.what:20} {column(part.loop_s, 1e3, 8)} {late:6.2%}  {column(part.call_s, 1e3, 8)}  "
         f"{max(part.grown_bytes, default=0.0) / 2**20:8.1f}  "
-        f"{told(part.recovery_s, 1e3, 8)} {len(part.recovery_s):4} {ratio}"
+        f"{column(part.recovery_s, 1e3, 8)} {len(part.recovery_s):4} {ratio}"
     )
 
 
@@ -255,14 +254,14 @@ def main() -> None:
         (folder / "else").mkdir()
         other = Master(folder / "else")
         context = multiprocessing.get_context("spawn")
-        told, theirs = context.Pipe(duplex=False)
+        receiving, sending = context.Pipe(duplex=False)
         probing = context.Process(
             target=probe,
-            args=((host, int(port)), cluster.endpoint, cluster.master_pid, theirs),
+            args=((host, int(port)), cluster.endpoint, cluster.master_pid, sending),
             daemon=True,
         )
         probing.start()
-        samples = Samples(told)
+        samples = Samples(receiving)
         kills = Kills(cluster, job_id)
         places = {
             "elsewhere": (other.address, other.keys),

@@ -48,7 +48,7 @@ def words(kind: str) -> bytes:
             return b""
 
 
-def crowd(port: int, count: int, seconds: float, said: bytes) -> None:
+def crowd(port: int, count: int, seconds: float, greeting: bytes) -> None:
     allow_open_files()
     opened = let_in = ended = 0
     open_now: set[socket.socket] = set()
@@ -69,7 +69,7 @@ def crowd(port: int, count: int, seconds: float, said: bytes) -> None:
                 try:
                     if events & EVENT_WRITE:
                         let_in += 1
-                        found.send(said)
+                        found.send(greeting)
                         selector.modify(found, EVENT_READ)
                         continue
                     over = not found.recv(65536)
@@ -121,8 +121,8 @@ def main() -> None:
             endpoint = Endpoint(address=master.address, credentials=operator)
             measure(master, endpoint, 3.0, "before")
             port = int(master.address.rpartition(":")[2])
-            told = (port, arguments.connections, arguments.seconds, words(arguments.say))
-            attacking = get_context("spawn").Process(target=crowd, args=told)
+            crowd_arguments = (port, arguments.connections, arguments.seconds, words(arguments.say))
+            attacking = get_context("spawn").Process(target=crowd, args=crowd_arguments)
             attacking.start()
             for part in range(3):
                 measure(master, endpoint, arguments.seconds / 3, f"crowd, part {part + 1}")

@@ -72,7 +72,7 @@ class Order:
 
 
 @dataclass(frozen=True)
-class Told:
+class Figures:
     """Figures of one worker's part in a meeting."""
 
     met_at: float
@@ -116,7 +116,7 @@ class SimulatedWorker:
         clock = time.pthread_getcpuclockid(self.links._traffic.thread.ident or 0)
         return time.thread_time() + time.clock_gettime(clock)
 
-    def meet(self, order: Order) -> Told:
+    def meet(self, order: Order) -> Figures:
         links, size = self.links, len(order.cards)
         rank = order.cards.index(links.card.text)
         word = joined([encode(Announced()), standing_of(rank, order.layers)])
@@ -142,7 +142,7 @@ class SimulatedWorker:
         ballot = torch.ones(_BALLOT)
         self._transport.all_reduce(ballot, tuple(range(size))).wait()
         assert ballot[0] == size, "all have voted"
-        return Told(
+        return Figures(
             met_at=met_at,
             agreed_at=agreed_at,
             voted_at=time.monotonic(),
@@ -194,9 +194,9 @@ def serve(orders: Connection, count: int) -> None:
     with ThreadPoolExecutor(count) as pool:
         while (order := orders.recv()) is not None:
             if isinstance(order, Order):
-                told = list(pool.map(lambda worker: worker.meet(order), workers))
+                figures = list(pool.map(lambda worker: worker.meet(order), workers))
                 gc.collect()
-                orders.send((told, own_bytes() - before))
+                orders.send((figures, own_bytes() - before))
             else:  # the worker to kill
                 workers.pop(order).links.close()
                 orders.send(None)
@@ -223,7 +223,7 @@ class Crowd:
         self.cards[-1].pop()
         self._ends[-1].recv()
 
-    def meet(self, *, along_tree: bool, layers: int) -> tuple[float, list[Told], int]:
+    def meet(self, *, along_tree: bool, layers: int) -> tuple[float, list[Figures], int]:
         """Hold a meeting; return its begin, each worker's figures, and the memory of all
         processes."""
         self._epoch += 1
@@ -233,30 +233,38 @@ class Crowd:
         for end in self._ends:
             end.send(order)
         answers = [end.recv() for end in self._ends]
-        told = [each for some, _ in answers for each in some]
-        return start_at, told, sum(grown for _, grown in answers)
+        figures = [each for some, _ in answers for each in some]
+        return start_at, figures, sum(grown for _, grown in answers)
 
     def end(self) -> None:
         for end in self._ends:
             end.send(None)
 
 
-def row(what: str, rounds: Sequence[tuple[float, list[Told], int]]) -> str:
+def row(what: str, rounds: Sequence[tuple[float, list[Figures], int]]) -> str:
     def median(values: Sequence[float]) -> float:
         return statistics.median(values)
 
     count = len(rounds[0][1])
-    met_ms = median([1e3 * (max(t.met_at for t in told) - at) for at, told, _ in rounds])
-    agreed_ms = median([1e3 * (max(t.agreed_at for t in told) - at) for at, told, _ in rounds])
-    made = median([sum(t.links_made for t in told) / 2 for _, told, _ in rounds])
-    vote_ms = median([1e3 * max(t.voted_at - t.agreed_at for t in told) for _, told, _ in rounds])
-    vote_made = median([sum(t.vote_links_made for t in told) / 2 for _, told, _ in rounds])
-    messages = median([sum(t.messages for t in told) for _, told, _ in rounds])
-    sent_kib = median([sum(t.sent_bytes for t in told) / 1024 for _, told, _ in rounds])
-    root_kib = median([told[0].sent_bytes / 1024 for _, told, _ in rounds])
-    each_ms = median([1e3 * statistics.mean(t.processor_s for t in told) for _, told, _ in rounds])
-    agree_ms = median([1e3 * statistics.mean(t.agreeing_s for t in told) for _, told, _ in rounds])
-    root_ms = median([1e3 * told[0].processor_s for _, told, _ in rounds])
+    met_ms = median([1e3 * (max(t.met_at for t in figures) - at) for at, figures, _ in rounds])
+    agreed_ms = median(
+        [1e3 * (max(t.agreed_at for t in figures) - at) for at, figures, _ in rounds]
+    )
+    made = median([sum(t.links_made for t in figures) / 2 for _, figures, _ in rounds])
+    vote_ms = median(
+        [1e3 * max(t.voted_at - t.agreed_at for t in figures) for _, figures, _ in rounds]
+    )
+    vote_made = median([sum(t.vote_links_made for t in figures) / 2 for _, figures, _ in rounds])
+    messages = median([sum(t.messages for t in figures) for _, figures, _ in rounds])
+    sent_kib = median([sum(t.sent_bytes for t in figures) / 1024 for _, figures, _ in rounds])
+    root_kib = median([figures[0].sent_bytes / 1024 for _, figures, _ in rounds])
+    each_ms = median(
+        [1e3 * statistics.mean(t.processor_s for t in figures) for _, figures, _ in rounds]
+    )
+    agree_ms = median(
+        [1e3 * statistics.mean(t.agreeing_s for t in figures) for _, figures, _ in rounds]
+    )
+    root_ms = median([1e3 * figures[0].processor_s for _, figures, _ in rounds])
     memory_kib = rounds[-1][2] / 1024 / count
     return (
         f"{count:7}  {what:17}  {met_ms:8.1f}  {agreed_ms:9.1f}  {made:9.0f}  {messages:8.0f}"

@@ -132,9 +132,9 @@ def run(case: Case, steps: int, warm: Any) -> dict[str, MemoryUse]:
             cluster.wait(lambda step=step: step in cluster.records, f"step {step}")
         found = {}
         for worker in plan.workers:
-            said = cluster.said(worker, Committed)
-            assert said, f"{worker} has committed nothing"
-            found[str(worker)] = said[-1].memory
+            committed = cluster.said(worker, Committed)
+            assert committed, f"{worker} has committed nothing"
+            found[str(worker)] = committed[-1].memory
         return found
 
 

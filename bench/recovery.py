@@ -2,19 +2,21 @@
 
     python -m bench.recovery [--kills 7] [--nodes 5 | 4,8,12] [--json FILE] [--second-loss PHASE]
 
-Kills a whole node (agent and worker, SIGKILL) of a running local cluster again and again, each
-time waiting until the node is back in; with several numbers of nodes, of a cluster of each. The
-clock runs from just before the signal to the commit of the next step; phases are those of the
-`reconfigured` record, and `notice` is what lies between the signal and the master's first evidence.
-`rest` is what the sum of all misses of the wall time: the way of the step's record from a worker to
-the master, and clock noise. `gone`: from the signal until the kernel has taken down all of the
-node's processes; not before can a peer see the end of a connection. On a machine of its own that
-takes milliseconds, whoever else computes, so here a victim goes before all others (as root).
+Kills a whole node (agent and worker, SIGKILL) of a running local cluster repeatedly, each time
+after the last one is back in the plan. Several numbers of nodes: a cluster of each. The wall time
+is from just before the signal to the commit of the next step. Its parts are the phases of the
+`reconfigured` record and
+
+- `notice`: from the signal to the master's first evidence
+- `rest`: the difference between the wall time and the sum: the record's way from a worker to the
+  master, and clock noise
+- `gone`: from the signal until the kernel has removed all processes of the node; peers do not see
+  closed connections before. On a machine of its own that takes milliseconds under any load, so here
+  victims get priority (as root)
 
 With `--second-loss` a second node kills itself in that phase of the recovery from the first one,
-or, with `all`, in each phase in turn. Each time follows a recovery from a single loss in the same
-cluster, and both times are told: from the first signal to the commit of the next step that all who
-are left then have done.
+or, with `all`, in each phase in turn. Each double loss follows a single one in the same cluster.
+Both times are printed: from the first signal to the first step that all remaining nodes commit.
 """
 
 import argparse

@@ -176,7 +176,7 @@ def examine(seed: int) -> Outcome:
     )
 
 
-def told(name: str, values: Sequence[float]) -> str:
+def line(name: str, values: Sequence[float]) -> str:
     over = ", ".join(f"{sum(v > most for v in values)} over {most:.0%}" for most in _SHOWN)
     return (
         f"{name:30} mean {statistics.fmean(values):7.2%}  worst {max(values):7.2%}  "
@@ -197,11 +197,11 @@ def main() -> None:
             found.append(examine(seed))
         except PlanInfeasible:
             continue
-    print(told("loss: steps given away", [one.loss for one in found]))
-    print(told("loss: against a first plan", [one.loss_first for one in found]))
-    print(told("return: against a first plan", [one.returned_first for one in found]))
+    print(line("loss: steps given away", [one.loss for one in found]))
+    print(line("loss: against a first plan", [one.loss_first for one in found]))
+    print(line("return: against a first plan", [one.returned_first for one in found]))
     joins = [one.returned for one in found if one.returned is not None]
-    print(told("return: against staying", joins), f"{len(found) - len(joins)} refused")
+    print(line("return: against staying", joins), f"{len(found) - len(joins)} refused")
     for name in ("loss", "loss_first", "returned_first"):
         worst = sorted(found, key=lambda one: -getattr(one, name))[:3]
         print(name, *(f"seed {one.seed}: {getattr(one, name):.1%} ({one.taken})" for one in worst))

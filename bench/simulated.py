@@ -72,11 +72,11 @@ class Event:
 def trace(nodes: int, events: int, every_s: float, seed: int) -> list[Event]:
     """Losses and returns in turn, at most two nodes away, `every_s` apart on average."""
     rng = random.Random(seed)
-    there, away = [f"n{number}" for number in range(1, nodes + 1)], list[str]()
+    present, away = [f"n{number}" for number in range(1, nodes + 1)], list[str]()
     found, at_s = list[Event](), 5.0
     for _ in range(events):
         lose = not away or (len(away) < 2 and rng.random() < 0.5)
-        source, target = (there, away) if lose else (away, there)
+        source, target = (present, away) if lose else (away, present)
         node = source.pop(rng.randrange(len(source)))
         target.append(node)
         found.append(Event(at_s, "remove" if lose else "add", node))
@@ -123,8 +123,8 @@ def simulate(
     command = [str(BIN / "oobleck"), "simulate", str(folder / "job.yaml"), "--trace", str(path)]
     command += ["--nodes", str(nodes), "--costs", str(folder / "costs.json")]
     command += ["--policy", "auto", "--until", f"{until_s:.3f}", "--json"]
-    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found: dict[str, Any] = json.loads(said)["policies"]["auto"]
+    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found: dict[str, Any] = json.loads(output)["policies"]["auto"]
     return found
 
 

@@ -3,20 +3,20 @@
     python -m bench.straggler [--runs 3] [--cores 0.5] [--slow 0.25] [--seconds 30]
     python -m bench.straggler --noise 60
 
-Four nodes train as 2 x 2; each worker has half a core, by a cgroup quota where the machine allows
-that, else it is stopped and continued in turn. In each run one worker is cut to a quarter of a core
-and gets its half back; and, in a cluster of its own, a node is lost for good. Speeds are samples a
-second between commits, measured once no plan has been made for a while; `bound` is what the rates
-of all workers together would allow: with four workers of which one has half of its rate, 3.5 / 4 of
-the mean of the speeds before and after. Where these two differ by more than a tenth, the machine
-itself has changed its speed: the run says nothing of `bound`, is told as void, and another is made
-(as many again as --runs at most).
-`answered` and `healed` say after how many seconds the first step of the plan for it was committed.
-Medians over the runs are held against the targets. Twelve layers can be shared by four workers and
-by the three that a loss leaves.
+Four nodes train as 2 x 2. Each worker has half a core: by a cgroup quota if the machine allows
+that, else by being stopped and continued in turn. In each run one worker is cut to a quarter of a
+core and gets its half back; and, in another cluster, a node is lost for good. Twelve layers divide
+evenly among four workers, and among three after a loss.
+
+Speeds are samples per second between commits, measured once no plan has been made for a while.
+`bound` is the speed that the rates of all workers together would allow. With one of four workers at
+half of its rate, it is 3.5 / 4 of the mean of the speeds before and after. If these two differ by
+more than a tenth, the machine's speed has changed: the run is void for `bound` and is repeated (at
+most --runs more). `answered` and `healed` are the seconds until the first step of the plan in
+answer. Medians over the runs are compared with the targets.
 
 With --noise the job trains for so many minutes beside bursts of load on all cores, of a few seconds
-each: all workers are starved alike, so nobody is to be called slow (`rate_changed`).
+each. They slow all workers alike, so none may be called slow (`rate_changed`).
 """
 
 import argparse

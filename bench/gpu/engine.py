@@ -210,10 +210,10 @@ def freed_after(
     return clock() - began
 
 
-def judge_killed(taken: int, freed_s: float | None, said: str) -> Finding:
-    """Judge how soon memory comes back. `taken`: bytes; `said`: the process's last line."""
+def judge_killed(taken: int, freed_s: float | None, last_line: str) -> Finding:
+    """Judge how soon memory comes back. `taken`: bytes; `last_line`: the process's output."""
     if not taken:
-        what = f"no process can hold memory: {said or 'it says nothing'}"
+        what = f"no process can hold memory: {last_line or 'it says nothing'}"
         fix = "end what else uses the GPU (nvidia-smi)"
         return Finding(check="killed", level="fail", what=what, fix=fix)
     if freed_s is None:
@@ -374,14 +374,14 @@ def syncs(devices: Sequence[str]) -> Iterator[Finding]:
     place = torch.device(devices[0])
     model = _Whole(place)
     model.train()  # what is done once is done
-    said = None
+    raised = None
     try:
         with _waiting_forbidden(place):
             model.train()
             model.train(split=True)
     except RuntimeError as error:
-        said = error
-    yield judge_syncs(said, on_gpu=place.type == "cuda")
+        raised = error
+    yield judge_syncs(raised, on_gpu=place.type == "cuda")
 
 
 def _waiting_forbidden(place: torch.device) -> AbstractContextManager[None]:
@@ -401,7 +401,7 @@ def _on_gpu_forbidden() -> Iterator[None]:
 def judge_syncs(error: BaseException | None, *, on_gpu: bool) -> Finding:
     """Judge a micro-batch. `error`: torch's, where the host would have waited."""
     if error is not None:
-        what = f"a micro-batch fails or waits for the GPU: {_said(error)}{_place(error)}"
+        what = f"a micro-batch fails or waits for the GPU: {_text(error)}{_place(error)}"
         fix = "each wait leaves the GPU idle: tell the project where it is"
         return Finding(check="syncs", level="slow", what=what, fix=fix)
     what = "the host does not wait for the GPU within a micro-batch"
@@ -446,7 +446,7 @@ def _sum(place: torch.device) -> float:
 def judge_want_of_memory(error: BaseException | None, computed: float) -> Finding:
     """Judge an allocation of too much. `error`: its; `computed`: a sum of ones after it."""
     if error is None or not for_want_of_memory(error) or computed != _ROWS:
-        what = f"want of memory is not known as such: {_said(error)}"
+        what = f"want of memory is not known as such: {_text(error)}"
         fix = "steps that lack memory would not be tried again: use a torch that was tested"
         return Finding(check="errors", level="fail", what=what, fix=fix)
     what = "want of memory is known as such, and the device goes on"
@@ -458,10 +458,10 @@ def judge_assert(error: BaseException | None) -> Finding:
     if isinstance(error, torch.AcceleratorError) and whose_fault(error) == "user":
         what = "a failed assertion of a kernel is taken for the job's fault"
         return Finding(check="errors", level="pass", what=what)
-    what = f"a failed assertion of a kernel is not known as such: {_said(error)}"
+    what = f"a failed assertion of a kernel is not known as such: {_text(error)}"
     fix = "a wrong token of a job would cost its nodes: use a torch that was tested"
     return Finding(check="errors", level="fail", what=what, fix=fix)
 
 
-def _said(error: BaseException | None) -> str:
+def _text(error: BaseException | None) -> str:
     return "nothing" if error is None else f"{type(error).__name__}: {error}".partition("\n")[0]

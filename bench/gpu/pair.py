@@ -64,9 +64,9 @@ def pair(
             for rank in range(2)
         ]
         try:
-            said, _ = members[0].communicate(timeout=_LIMIT_S)
+            output, _ = members[0].communicate(timeout=_LIMIT_S)
         except subprocess.TimeoutExpired:
-            said = f"no answer within {_LIMIT_S:.0f} s"
+            output = f"no answer within {_LIMIT_S:.0f} s"
         for each in members:
             with suppress(subprocess.TimeoutExpired):
                 each.wait(_END_S)
@@ -75,7 +75,7 @@ def pair(
                 each.wait(_KILLED_S)
             if each.stdout is not None:
                 each.stdout.close()
-    lines = said.strip().splitlines()
+    lines = output.strip().splitlines()
     return (lines[-1] if lines else ""), [each.poll() for each in members]
 
 

@@ -50,7 +50,7 @@ def step(devices: Sequence[str]) -> Iterator[Finding]:
             yield Finding(check="step", level="warn", what=what, fix=fix)
         else:
             reached[name] = figures["tokens_per_s"]
-            yield told(name, board_name(place), figures)
+            yield described(name, board_name(place), figures)
         _clear(place)
     if {"engine", "torch"} <= reached.keys():
         yield judge_shares(reached)
@@ -201,7 +201,7 @@ def measure(job: JobSpec, train: Step, place: torch.device) -> Mapping[str, floa
     }
 
 
-def told(name: str, board: str, figures: Mapping[str, float]) -> Finding:
+def described(name: str, board: str, figures: Mapping[str, float]) -> Finding:
     """Report a contender. `board`: the board's name."""
     machine = machine_of(f"cuda {board}")
     share = ""

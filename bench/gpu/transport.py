@@ -336,8 +336,8 @@ def _lose_peer(way: Way, member: Member) -> str:
     return _json(give_up(member, leave, lambda: _until_gone(board.hear("pid")), size=_LARGE))
 
 
-def _until_gone(told: Mapping[str, bytes]) -> None:
-    while not is_gone(int(told["pid"])):
+def _until_gone(message: Mapping[str, bytes]) -> None:
+    while not is_gone(int(message["pid"])):
         time.sleep(_POLL_S)
 
 

@@ -1,13 +1,15 @@
-"""One process that has the libraries of workers and of the command line loaded, and forks what
-needs them in a run: the warm processes of all agents, what looks at users' models before they are
-sent, masters' planners, the `oobleck` command, and daemons of clusters. Else each of these loads
-them, at half a second to six seconds of a core.
+"""Process with the libraries of workers and of the command line loaded, which forks processes of a
+run that need them.
 
-For tests that start and kill many nodes. What they prove is the same: each fork is the real code in
-a process of its own, with the network, folder, files and environment that were meant for it; it can
-be killed, and dies with its parent. But it is no child of that one. A process that stands for it is
-(`bench/startup/sitecustomize.py`), and `bench.support.daemons` finds the one by the other. What
-looks at the process table itself, as `oobleck chaos` does, needs a cluster without this.
+These are the warm processes of agents, checks of users' models, masters' planners, the `oobleck`
+command, and daemons of clusters. Otherwise each would load the libraries, for half a second to six
+seconds of a core.
+
+It is for tests that start and kill many nodes. They prove the same: each fork is the real code in a
+process of its own, with the intended network, folder, files and environment; it can be killed, and
+dies with its parent. But it is not a child of that parent: a stand-in process is
+(`bench/startup/sitecustomize.py`), by which `bench.support.daemons` finds the fork. Code that reads
+the process table itself, as `oobleck chaos` does, needs a cluster without this.
 
 Its standard input is the listening socket.
 """

@@ -49,11 +49,12 @@ _PHASES: tuple[tuple[Phase, float], ...] = (
     ("joined", 0.3),
     ("transferred", 0.5),
 )
-#: Workers come to the end of a step within this time.
+#: Time within which all workers reach the end of a step.
 _SPREAD_S = 0.2
-#: News wait for so long for more, to be told in one line.
+#: Time for which news are gathered, to be sent in one line.
 _NEWS_S = 0.02
-#: Whoever measures, and the master, go first where there are fewer cores than hosts.
+#: Niceness of agents: with fewer cores than hosts, the measuring process and the master have
+#: priority.
 _NICE = 5
 
 
@@ -62,7 +63,7 @@ def node_name(number: int) -> NodeName:
 
 
 class News:
-    """What the bench is to hear, gathered into few lines."""
+    """News for the bench, gathered into few lines."""
 
     def __init__(self) -> None:
         self._lines: dict[str, list[object]] = {}
@@ -74,7 +75,7 @@ class News:
         self._lines.setdefault(kind, []).append(what)
 
     def plan(self, plan: Plan) -> None:
-        """All by rank are told once, however many agents hear of the plan."""
+        """Send the plan's nodes, by rank, once, although many agents receive the plan."""
         if plan.generation not in self._plans:
             self._plans.add(plan.generation)
             ranks = [int(worker.node.removeprefix("n")) for worker in plan.workers]
@@ -87,7 +88,7 @@ class News:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Crowd:
-    """What the agents of one process have in common."""
+    """State that the agents of one process share."""
 
     master: str
     memory_bytes: int
@@ -137,14 +138,14 @@ class Agent:
         self._told = self._entered = Generation(0)
         self._step, self._beats = -1, 0
         self.hold_s = HOLD_S
-        #: Told again to each new session until there is a newer plan.
+        #: Loss that is reported again in each new session, until there is a newer plan.
         self._lost: WorkerReport | None = None
 
     def _incarnation(self) -> Incarnation:
         return Incarnation(self._environment.token(8))
 
     async def live(self, after_s: float) -> None:
-        """Until cancelled, or the master refuses it for good."""
+        """Run until cancelled, or until the master refuses for good."""
         await asyncio.sleep(after_s)
         refusal = None
         while refusal is None:
@@ -190,7 +191,7 @@ class Agent:
         if desired.job_id is None:
             self._job_id = None
         elif desired.job_id != self._job_id or (assign is None and self._told):
-            # Another job's, or left out of the plan: what it held is gone.
+            # A worker of another job, or one left out of the plan, loses its state: make a new one.
             self._job_id, self._worker = desired.job_id, self._incarnation()
             self._step = -1
         if assign is None:
@@ -225,7 +226,7 @@ class Agent:
     # ---- what happens on its host
 
     def commit(self, record: StepRecord) -> None:
-        """Its worker has done the step, if it is in that generation."""
+        """Commit the step, if the worker is in its generation."""
         if self._job_id is not None and record.generation == self._entered:
             self._step = record.step
             self._outbox.record(self._job_id, record, self._environment.now())
@@ -263,10 +264,10 @@ class Agent:
 
 
 class Hosts:
-    """The agents of this process, and what the bench has happen to them."""
+    """Agents of this process, and the bench's commands to them."""
 
     def __init__(self, crowd: Crowd, numbers: Sequence[int], tasks: asyncio.TaskGroup) -> None:
-        """`tasks`: where the agents live."""
+        """Make the agents. `tasks`: group in which they run."""
         self._master = crowd.master
         self._tasks = tasks
         self.agents = {number: Agent(number, crowd) for number in numbers}
@@ -282,7 +283,7 @@ class Hosts:
             self.die(number)
 
     def die(self, number: int) -> None:
-        """The host is gone; the kernel closes its connection."""
+        """Lose a host: its connection closes."""
         del self.agents[number]
         self._lives.pop(number).cancel()
 
@@ -303,13 +304,13 @@ class Hosts:
         )
         loop = asyncio.get_running_loop()
         for agent in self.agents.values():
-            # Here they wait for each other, as agents on hosts of their own do not: so that the
-            # only ones whose records are waited for are the first.
+            # Delay all but the first senders: in one process agents delay each other, unlike on
+            # hosts of their own.
             after_s = 0.0 if not agent.hold_s else random.uniform(0.02, _SPREAD_S)
             loop.call_later(after_s, agent.commit, record)
 
     def cut(self, count: int) -> None:
-        """So many connections are cut, as by a switch that starts anew."""
+        """Cut so many connections at once, as by the restart of a switch."""
         port = int(self._master.rpartition(":")[2])
         all_of_them = psutil.Process().net_connections("tcp")
         ours = [c.fd for c in all_of_them if c.raddr and c.raddr.port == port]
@@ -319,7 +320,7 @@ class Hosts:
 
 
 async def serve(hosts: Hosts) -> None:
-    """Commands from the standard input: {"do": NAME, ARGUMENT: VALUE, ...}."""
+    """Serve commands from the standard input: {"do": NAME, ARGUMENT: VALUE, ...}."""
     commands: dict[str, Callable[..., None]] = {
         "start": hosts.start,
         "die": hosts.die,

@@ -13,21 +13,22 @@ import psutil
 
 from bench.support.daemons import CHECKOUT, with_parent
 
-#: How often what is waited for is looked at. Moments are taken where things happen, not by this.
+#: Interval of polling while waiting. It does not affect the times, which are taken where things
+#: happen.
 _LOOK_S = 0.02
 _LIMIT_S = 300.0
-#: One line may tell of a plan for a thousand nodes.
+#: Longest line: a plan for a thousand nodes.
 _LONGEST_LINE = 1 << 24
 
 
 class Crowd:
-    """All agents, by number, and what they have told of themselves."""
+    """All agents, by number, and the news of them."""
 
     def __init__(self, count: int, processes: int) -> None:
         self.alive = set(range(count))
-        #: When each one's newest session began.
+        #: Begin of each agent's newest session.
         self.welcomed_at: dict[int, float] = {}
-        #: The nodes of each plan by rank, and when each of them was told of it.
+        #: Nodes of each plan, by rank; and when each node received it.
         self.plans: dict[int, list[int]] = {}
         self.told_at: dict[int, dict[int, float]] = {}
         self._entered: dict[int, set[int]] = {}
@@ -36,7 +37,7 @@ class Crowd:
         self._readers: list[asyncio.Task[None]] = []
 
     async def start(self, master: str, memory_bytes: int, keys: Path, logs: Path) -> None:
-        """Their processes; `tell` them to start the agents."""
+        """Start the agents' processes; `tell` them to start the agents."""
         for share in self._shares:
             told = {
                 "master": master,
@@ -71,7 +72,8 @@ class Crowd:
         await asyncio.gather(*self._readers, return_exceptions=True)
 
     async def until(self, condition: Callable[[], bool], what: str) -> None:
-        """Raises SystemExit where it does not come true, or a process of agents has ended."""
+        """Wait until the condition holds. Raise SystemExit if it does not in time, or if a process
+        of agents has ended."""
         deadline = time.monotonic() + _LIMIT_S
         while not condition():
             if any(reader.done() for reader in self._readers):
@@ -90,7 +92,7 @@ class Crowd:
         _tell(self._processes[number % len(self._processes)], do, {"number": number})
 
     def cut(self, count: int) -> None:
-        """Cut so many of their connections, at most all; whosever in each process."""
+        """Cut `count` agents' connections, at most all; each process chooses its share."""
         chosen = random.sample(sorted(self.alive), count)
         for index, process in enumerate(self._processes):
             share = sum(1 for number in chosen if number % len(self._processes) == index)
@@ -104,24 +106,26 @@ class Crowd:
 
     @property
     def generation(self) -> int:
-        """The newest that anyone was told of; 0: none."""
+        """Newest generation that any agent has received; 0: none."""
         return max(self.plans, default=0)
 
     def all_told(self, after: int) -> bool:
-        """Whether there is a plan newer than `after`, and all its nodes have the newest."""
+        """Return whether there is a plan newer than `after`, and all nodes of the newest plan have
+        it."""
         told = self.told_at.get(self.generation, {})
         members = self.plans.get(self.generation, [])
         return self.generation > after and all(n in told for n in members if n in self.alive)
 
     @property
     def trains(self) -> bool:
-        """Whether all workers of the newest plan are in it."""
+        """Return whether all workers of the newest plan have entered it."""
         members = self.plans.get(self.generation, [])
         entered = self._entered.get(self.generation, set())
         return bool(members) and entered.issuperset(members) and self.alive.issuperset(members)
 
     def welcomed_since(self, begun: float) -> list[float]:
-        """Seconds from then to the newest session of each agent that has a new one."""
+        """Return the seconds from `begun` to the newest session of each agent that has a new
+        one."""
         return [at - begun for n, at in self.welcomed_at.items() if at > begun and n in self.alive]
 
     def processor_s(self) -> float:
@@ -142,7 +146,7 @@ class Crowd:
 
 
 def processor_s(process: psutil.Process) -> float:
-    """What it has taken so far, in the system's name too."""
+    """Return the process's user and system time so far."""
     times = process.cpu_times()
     return float(times.user + times.system)
 
@@ -153,6 +157,7 @@ def _tell(process: Process, do: str, arguments: dict[str, object]) -> None:
 
 
 def neighbours(ranks: Sequence[int], number: int) -> tuple[int, int]:
-    """Whose workers have a connection to the one of `number` in the ring of all ranks."""
+    """Return the agents whose workers are connected to that of `number`, in the ring of all
+    ranks."""
     at = ranks.index(number)
     return ranks[at - 1], ranks[(at + 1) % len(ranks)]

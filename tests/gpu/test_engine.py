@@ -25,7 +25,7 @@ from bench.gpu.engine import (
     syncs,
 )
 from bench.gpu.float8 import float8, judge
-from bench.gpu.step import contenders, judge_shares, step, told
+from bench.gpu.step import contenders, described, judge_shares, step
 from bench.support.daemons import CHECKOUT
 from oobleck.core.orders import Finding
 from oobleck.worker.state.optimizer import learning_rate
@@ -72,9 +72,9 @@ def test_conclusions_from_a_step() -> None:
     slow = judge_shares({**reached, "engine": 70.0})
     assert (slow.level, bool(slow.fix)) == ("slow", True)
     figures = {"tokens_per_s": 1e4, "flops_per_s": 494.5e12, "step_s": 1.0, "host_s": 0.1}
-    on_h100 = told("engine", "NVIDIA H100 80GB HBM3", {**figures, "peak_bytes": 2.0**30})
+    on_h100 = described("engine", "NVIDIA H100 80GB HBM3", {**figures, "peak_bytes": 2.0**30})
     assert "(50% MFU)" in on_h100.what
-    assert "MFU" not in told("engine", "NVIDIA L40S", {**figures, "peak_bytes": 0.0}).what
+    assert "MFU" not in described("engine", "NVIDIA L40S", {**figures, "peak_bytes": 0.0}).what
 
 
 def test_gradients_are_held_against_each_other() -> None:
