@@ -102,10 +102,11 @@ Exit codes:
   0  done
   1  the job failed or was cancelled, or an internal error
   2  wrong usage, a refused job, or no plan fits
-  3  no such job, node or rank
+  3  no such job, node, checkpoint or other thing
   4  the master is unreachable, or does not answer within 5 s
   5  denied
   6  standard output cannot be written; the command may have succeeded
+  130  Ctrl-C
 """
 
 

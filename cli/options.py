@@ -258,7 +258,7 @@ def watch_option(function: F) -> F:
         type=Seconds(),
         callback=_check_watch,
         metavar="[TIME]",
-        help=f"Refresh every TIME (default {_WATCH}) until Ctrl-C; one job until it ends.",
+        help=f"Refresh every TIME (default {_WATCH}) until Ctrl-C.",
     )(function)
 
 

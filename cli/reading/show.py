@@ -39,7 +39,8 @@ def status(
     """Show one job in full (state and reason, step, loss, pipelines, how many nodes it can still
     lose), or without JOB the cluster: jobs that have not ended, then the nodes.
 
-    Ended jobs are counted, and so are nodes in order where there are more than a few.
+    Ended jobs are counted, and so are nodes in order where there are more than a few. --watch of a
+    job ends with it.
     """
     if everything and job_id is not None:
         raise click.UsageError("--all lists jobs and nodes; leave it out, or the job")
