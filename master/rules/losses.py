@@ -145,8 +145,10 @@ def _proof(
             and state.nodes[worker.node].connected
             and abs(at - closed_at) <= timing.witness_window_s
         ):
-            reason = f"its agent's stream closed and {worker} lost a peer: {lost.detail}"
-            return min(at, closed_at), reason
+            reason = f"its agent's stream closed and {worker} lost a peer"
+            # It may have seen only that another one, which lost this node, has left the generation.
+            of_another = lost.detail.partition("/")[0] in state.nodes.keys() - {name}
+            return min(at, closed_at), reason if of_another else f"{reason}: {lost.detail}"
     missed_at = _missed_at(state, name, timing)
     if missed_at is not None and now >= missed_at:
         return closed_at, "its agent's stream closed and all others wait for it to meet them"

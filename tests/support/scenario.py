@@ -591,18 +591,21 @@ class Player:
         for worker in workers:
             self._peer_lost(worker, generation, peer)
 
-    def do_peer_lost(self, worker: str, generation: str) -> None:
-        self._peer_lost(worker, generation, "")
+    def do_peer_lost(self, worker: str, generation: str, gone: str = "") -> None:
+        """Report that the worker lost a peer; `gone`: which one has left."""
+        self._peer_lost(worker, generation, "", detail=f"{gone} has left" if gone else "")
 
     def do_short_of_memory(self, worker: str, generation: str) -> None:
         """Report that the worker left the others for lack of memory, to meet them again."""
         self._peer_lost(worker, generation, "", left=f"{worker} was out of memory")
 
-    def _peer_lost(self, worker: str, generation: str, unreached: str, *, left: str = "") -> None:
+    def _peer_lost(
+        self, worker: str, generation: str, unreached: str, *, left: str = "", detail: str = ""
+    ) -> None:
         lost = PeerLost(
             generation=Generation(int(generation)),
             step=1,
-            detail=left or ("no answer" if unreached else "socket closed"),
+            detail=left or detail or ("no answer" if unreached else "socket closed"),
             left=bool(left),
             unreached=tuple(map(worker_id, unreached.split(","))) if "/" in unreached else (),
             host_unreached=unreached == "HOST",
