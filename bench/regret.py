@@ -113,7 +113,7 @@ def committed(answers_in_turn: Sequence[Answer], wait_s: float) -> float:
         behind = answers_in_turn[number + 1]
         until = at + step_s * (1 + -(-behind.stall_s // step_s))
         steps += wait_s / step_s * (math.exp(-at / wait_s) - math.exp(-until / wait_s))
-        at = until + SWITCH_S + behind.outrun_s
+        at = until + SWITCH_S + behind.late_s
     return steps
 
 

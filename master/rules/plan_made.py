@@ -157,7 +157,7 @@ def _expected(answer: Answer | None, *, boundary: bool) -> Expected | None:
     back_s = BACK_S if answer.policy == MORPH else 0.0
     return Expected(
         step_s=answer.step_s,
-        stall_s=answer.outrun_s if boundary else CHANGE_S + answer.stall_s + back_s,
+        stall_s=answer.late_s if boundary else CHANGE_S + answer.stall_s + back_s,
         value=answer.value,
         runner_up=None
         if other is None

@@ -26,9 +26,22 @@ def plan_end_s(
 ) -> float:
     """Return when the step is over on all workers, from when each finishes its compute (`ends_s`).
 
-    After its compute come a worker's gradient sums, the vote and the update. Each worker's link
-    carries its sums one after the other as they become ready. A worker that holds a layer without
-    running it adds no wait, and one that computes nothing is not in `ends_s`.
+    After its compute come a worker's gradient sums, the vote and the update.
+    """
+    summed_s = max(summed_ends_s(plan, ends_s, profile, tied=tied).values())
+    vote_s = all_reduce_s(
+        _VOTE_BYTES, workers=len(plan.workers), same_node=False, links=profile.links
+    )
+    return summed_s + vote_s + max(_updates_s(plan, profile).values())
+
+
+def summed_ends_s(
+    plan: Plan, ends_s: Mapping[WorkerId, float], profile: Profile, *, tied: Ties
+) -> dict[WorkerId, float]:
+    """Return when each worker's compute and gradient sums are over.
+
+    Each worker's link carries its sums one after the other as they become ready. A worker that
+    holds a layer without running it adds no wait, and one that computes nothing is not in `ends_s`.
     """
     sums: dict[WorkerId, list[tuple[float, float]]] = {worker: [] for worker in plan.workers}
     for bucket in gradient_buckets(plan, tied=tied):
@@ -48,11 +61,7 @@ def plan_end_s(
         ready_s = max((ends_s.get(owner, 0.0) for owner in running), default=0.0)
         for owner in bucket.owners:
             sums[owner].append((ready_s, taken_s))
-    summed_s = max(max(ends_s.get(worker, 0.0), _in_turn(own)) for worker, own in sums.items())
-    vote_s = all_reduce_s(
-        _VOTE_BYTES, workers=len(plan.workers), same_node=False, links=profile.links
-    )
-    return summed_s + vote_s + max(_updates_s(plan, profile).values())
+    return {worker: max(ends_s.get(worker, 0.0), in_turn(own)) for worker, own in sums.items()}
 
 
 def _shadows(plan: Plan, worker: WorkerId) -> set[int]:
@@ -114,7 +123,7 @@ def step_end_s(kinds: Sequence[Computed], profile: Profile, *, tied: Ties) -> fl
     for stages, layers, weight in _summed(kinds, profile, tied=tied):
         _add_sums(sums, kinds, stages, layers, weight, profile)
     summed_s = max(
-        max(kinds[number].ends_s[position], _in_turn(own))
+        max(kinds[number].ends_s[position], in_turn(own))
         for (number, position, _), own in sums.items()
     )
     workers = sum(kind.count * kind.kind.cut.workers for kind in kinds)
@@ -122,8 +131,8 @@ def step_end_s(kinds: Sequence[Computed], profile: Profile, *, tied: Ties) -> fl
     return summed_s + vote_s + max(s.update_s for kind in kinds for s in kind.kind.cut.stages)
 
 
-def _in_turn(sums: Iterable[_Sum]) -> float:
-    """Return when the last of one worker's sums ends."""
+def in_turn(sums: Iterable[_Sum]) -> float:
+    """Return when the last of one link's sums, or messages, ends."""
     end = 0.0
     for ready_s, taken_s in sorted(sums):
         end = max(end, ready_s) + taken_s

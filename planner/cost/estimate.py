@@ -257,7 +257,7 @@ class Replays:
             for each in kinds
         ]
         if plan is not None and shadows:  # their holders differ from pipeline to pipeline
-            step_s = plan_end_s(plan, _ends_s(plan, estimates), self.profile, tied=self._tied)
+            step_s = plan_end_s(plan, worker_ends_s(plan, estimates), self.profile, tied=self._tied)
         else:
             step_s = self._end_s(schedule, {each.kind: each.count for each in estimates})
         return StepEstimate(schedule=schedule, step_s=step_s, kinds=tuple(estimates))
@@ -290,7 +290,7 @@ def kinds_of(plan: Plan, profile: Profile) -> Sequence[Alike]:
     return Replays(profile, tied=False).kinds(plan)
 
 
-def _ends_s(plan: Plan, kinds: Iterable[KindEstimate]) -> dict[WorkerId, float]:
+def worker_ends_s(plan: Plan, kinds: Iterable[KindEstimate]) -> dict[WorkerId, float]:
     """Return when each worker finishes its compute."""
     return {
         worker: end_s

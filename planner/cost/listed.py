@@ -13,8 +13,14 @@ from oobleck.core.plan import Pipeline, Plan
 from oobleck.core.profile import Profile, message_s
 from oobleck.core.routes import Hop, HopTicks, Listing, Route
 from oobleck.core.ties import Ties
-from oobleck.planner.cost.ends import plan_end_s
-from oobleck.planner.cost.estimate import Replays, shadow_bytes, stage_peak_bytes
+from oobleck.planner.cost.ends import plan_end_s, summed_ends_s
+from oobleck.planner.cost.estimate import (
+    Replays,
+    estimate_step,
+    shadow_bytes,
+    stage_peak_bytes,
+    worker_ends_s,
+)
 from oobleck.planner.cost.kinds import Place, pipeline_kinds, replicas
 from oobleck.planner.cost.stages import StageCost, cost_of, idle_bytes, stage_cost
 from oobleck.planner.programs.listing.schedule import Foreseen, foreseen, listed_routes
@@ -59,6 +65,33 @@ def estimate_listed(
     replays = replays or Replays(profile, tied=tied)
     schedule = foreseen(plan)
     assert schedule is not None, "workers compute in several hops"
+    ends_s = _ends_s(plan, schedule, profile, replays)
+    step_s = plan_end_s(plan, ends_s, profile, tied=tied)
+    return ListedEstimate(step_s=step_s, worker_bytes=_bytes(plan, profile, schedule))
+
+
+def last_of_step_s(
+    plan: Plan, profile: Profile, *, tied: Ties, replays: Replays | None = None
+) -> tuple[Mapping[WorkerId, float], float]:
+    """Return when each worker's compute and gradient sums are over, and the whole step. `replays`:
+    those so far under the profile. Raises PlanInfeasible."""
+    replays = replays or Replays(profile, tied=tied)
+    if plan.listing is None and listed_routes(plan):
+        plan = with_listing(plan, profile)
+    schedule = foreseen(plan)
+    if schedule is None:
+        estimate = estimate_step(plan, profile, tied=tied, replays=replays)
+        ends_s = worker_ends_s(plan, estimate.kinds)
+    else:
+        ends_s = _ends_s(plan, schedule, profile, replays)
+    summed_s = summed_ends_s(plan, ends_s, profile, tied=tied)
+    return summed_s, plan_end_s(plan, ends_s, profile, tied=tied)
+
+
+def _ends_s(
+    plan: Plan, schedule: Foreseen, profile: Profile, replays: Replays
+) -> dict[WorkerId, float]:
+    """Return when each worker finishes its compute."""
     tick_s = _tick_s(_costs(plan, profile))
     ends_s = {worker: end * tick_s for worker, end in schedule.ends.items()}
     for kind in _closed_kinds(plan, profile):
@@ -67,8 +100,7 @@ def estimate_listed(
         for pipeline in kind.pipelines:
             for stage, end_s in zip(pipeline.stages, ends, strict=True):
                 ends_s.update(dict.fromkeys(stage.workers, end_s))
-    step_s = plan_end_s(plan, ends_s, profile, tied=tied)
-    return ListedEstimate(step_s=step_s, worker_bytes=_bytes(plan, profile, schedule))
+    return ends_s
 
 
 def listed_bytes(

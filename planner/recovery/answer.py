@@ -13,7 +13,9 @@ from oobleck.core.ids import Generation, NodeName, WorkerId
 from oobleck.core.plan import Plan, Templates
 from oobleck.core.profile import Profile
 from oobleck.core.ties import Ties
+from oobleck.planner.cost.ends import in_turn
 from oobleck.planner.cost.estimate import SPLITTING_TIE, Replays
+from oobleck.planner.cost.listed import last_of_step_s
 from oobleck.planner.programs.compiler.schedule import splits_backward
 from oobleck.planner.programs.listing.schedule import listed_routes
 from oobleck.planner.recovery.rules import Next, Reconfiguration
@@ -154,8 +156,8 @@ class Answer:
     #: Moved bytes that are expected to be copied at the switch, where the plan is for a step
     #: boundary. Their gradients outrun the links.
     outrun_bytes: int = 0
-    #: Time to copy them.
-    outrun_s: float = 0.0
+    #: Time for which workers wait at that boundary, for these bytes and for the last gradients.
+    late_s: float = 0.0
     #: True if its plan has the shape of a first plan on the live nodes.
     anew: bool = False
     #: True if it undoes the changes for slow workers, none of which is slow any more.
@@ -220,7 +222,7 @@ def answer(
         exposure=Exposure.of(made.plan, racks=change.racks),
         then=then,
         outrun_bytes=outrun,
-        outrun_s=outrun / rate,
+        late_s=outrun / rate + _gradients_late_s(change, made.plan),
     )
 
 
@@ -234,7 +236,8 @@ def moves(change: Change, plan: Plan) -> tuple[int, int]:
     that receives or sends most."""
     if _stays(change, plan):
         return 0, 0
-    received, sent = _moves(change, plan, [la.travelling_bytes for la in change.profile.layers])
+    sizes = [layer.travelling_bytes for layer in change.profile.layers]
+    received, sent = map(_by_node, _moves(change, plan, sizes))
     return received.total(), max((*received.values(), *sent.values()), default=0)
 
 
@@ -249,17 +252,43 @@ def outrun_bytes(change: Change, plan: Plan, step_s: float) -> int:
     layers = change.profile.layers
     room = change.profile.links.inter_node_bytes_per_s * step_s
     gradients = _moves(change, plan, [layer.parameter_bytes for layer in layers])
-    if all(size <= room for of_a_step in gradients for size in of_a_step.values()):
+    of_a_step = [_by_node(way) for way in gradients]
+    if all(size <= room for way in of_a_step for size in way.values()):
         return 0
     state = _moves(change, plan, [layer.travelling_bytes for layer in layers])
     return max(
-        sum(
-            round(moved[node] * (1 - room / size))
-            for node, size in of_a_step.items()
-            if size > room
-        )
-        for moved, of_a_step in zip(state, gradients, strict=True)
+        sum(round(moved[node] * (1 - room / size)) for node, size in way.items() if size > room)
+        for moved, way in zip(map(_by_node, state), of_a_step, strict=True)
     )
+
+
+def _gradients_late_s(change: Change, plan: Plan) -> float:
+    """Return how long after the end of a step of the running plan its gradients have reached the
+    copies of moving state, at most a step; 0 where nothing moves or a loss ends that plan.
+
+    A worker sends them once its own sums of gradients are over.
+    """
+    profile = change.profile
+    lost = not change.leaving.union(change.live).issuperset(change.plan.nodes)
+    if lost or _stays(change, plan):
+        return 0.0
+    summed_s, step_s = last_of_step_s(
+        change.plan, profile, tied=change.tied, replays=change.replays
+    )
+    ready_s: dict[NodeName, float] = {}
+    for worker, end_s in summed_s.items():
+        ready_s[worker.node] = max(end_s, ready_s.get(worker.node, 0.0))
+    received, sent = _moves(change, plan, [layer.parameter_bytes for layer in profile.layers])
+    whole_s: dict[int, float] = {}
+    messages = defaultdict[tuple[str, NodeName], list[tuple[float, float]]](list)
+    rate = profile.links.inter_node_bytes_per_s
+    for (node, layer), size in sent.items():
+        whole_s[layer] = max(ready_s[node], whole_s.get(layer, 0.0))
+        messages["sends", node].append((ready_s[node], size / rate))
+    for (node, layer), size in received.items():
+        messages["receives", node].append((whole_s.get(layer, 0.0), size / rate))
+    late_s = max((in_turn(own) - step_s for own in messages.values()), default=0.0)
+    return min(max(0.0, late_s), step_s)
 
 
 def _stays(change: Change, plan: Plan) -> bool:
@@ -267,16 +296,25 @@ def _stays(change: Change, plan: Plan) -> bool:
     return plan.holds == change.plan.holds or set(change.plan.holds).issuperset(plan.holds)
 
 
-def _moves(
-    change: Change, plan: Plan, sizes: Sequence[int]
-) -> tuple[Counter[NodeName], Counter[NodeName]]:
+#: Bytes by node and layer.
+_Bytes = Counter[tuple[NodeName, int]]
+
+
+def _by_node(moved: _Bytes) -> Counter[NodeName]:
+    found = Counter[NodeName]()
+    for (node, _), size in moved.items():
+        found[node] += size
+    return found
+
+
+def _moves(change: Change, plan: Plan, sizes: Sequence[int]) -> tuple[_Bytes, _Bytes]:
     """Return the bytes that each node receives and sends, of layers of these `sizes`.
 
     Each layer is sent by all its holders evenly. The real assignment of senders
     (`oobleck.planner.programs.transfer`) takes seconds to compute for a thousand workers.
     """
     live, before = frozenset(change.live), change.plan.shards
-    received, wanted = Counter[NodeName](), Counter[int]()
+    received, wanted = _Bytes(), Counter[int]()
     having = defaultdict[int, Counter[NodeName]](Counter)
     held = {w: shards for w, shards in before.items() if w.node in live}
     layers = {shard.layer for shards in held.values() for shard in shards} if change.leaving else ()
@@ -290,13 +328,13 @@ def _moves(
     for worker, shards in plan.shards.items():
         for shard in shards - held.get(worker, frozenset()):
             size = -(-sizes[shard.layer] // shard.parts)
-            received[worker.node] += size
+            received[worker.node, shard.layer] += size
             # A copy on the same node takes no link.
             if having[shard.layer][worker.node] < size:
                 wanted[shard.layer] += size
-    sent = Counter[NodeName]()
+    sent = _Bytes()
     for layer, size in wanted.items():
         whole = having[layer].total()
         for node, share in having[layer].items():
-            sent[node] += -(-size * share // whole)
+            sent[node, layer] += -(-size * share // whole)
     return received, sent

@@ -81,7 +81,7 @@ class Course:
         """
         first = self.first
         found = []
-        stall_s = CHANGE_S + first.stall_s if staying is None else SWITCH_S + first.outrun_s
+        stall_s = CHANGE_S + first.stall_s if staying is None else SWITCH_S + first.late_s
         if self.goes_back:
             stall_s += outlook.back_s
         if staying is not None:
@@ -104,7 +104,7 @@ class Course:
                     steps_per_s=1 / step_s,
                     exposure=first.exposure,
                 ),
-                Phase(seconds=SWITCH_S + behind.outrun_s, steps_per_s=0.0, exposure=first.exposure),
+                Phase(seconds=SWITCH_S + behind.late_s, steps_per_s=0.0, exposure=first.exposure),
             ]
         last = Phase(seconds=math.inf, steps_per_s=1 / weighed_s(self.last), exposure=self.exposure)
         return [*found, last]
@@ -198,7 +198,7 @@ def _paced(course: Course, factor: float) -> Course:
     first, behind = (
         None
         if each is None
-        else replace(each, stall_s=each.stall_s * factor, outrun_s=each.outrun_s * factor)
+        else replace(each, stall_s=each.stall_s * factor, late_s=each.late_s * factor)
         for each in (course.first, course.behind)
     )
     assert first is not None, "a course begins with an answer"
@@ -305,7 +305,7 @@ def _why_stay(
     if not worth:
         left = f" for the {until_s:.3g} s that are left" if math.isfinite(until_s) else ""
         return (
-            f"{told}, after {first.stall_s:.3g} s of copying and {SWITCH_S + first.outrun_s:.3g} s "
+            f"{told}, after {first.stall_s:.3g} s of copying and {SWITCH_S + first.late_s:.3g} s "
             f"of standstill: not worth a change{left}"
         )
     return ""

@@ -218,7 +218,7 @@ def morphed(change: Change) -> Answer:
     newest checkpoint. Raises PlanInfeasible."""
     best = by_templates(change)
     best = next(iter(_anew_if_better(change, best)), best)
-    return replace(best, policy="morph", moved_bytes=0, stall_s=0.0, outrun_bytes=0, outrun_s=0.0)
+    return replace(best, policy="morph", moved_bytes=0, stall_s=0.0, outrun_bytes=0, late_s=0.0)
 
 
 def only(change: Change, offer: Answer) -> Candidates:

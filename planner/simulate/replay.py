@@ -256,23 +256,20 @@ class Replay:
                 self.account.saved()
         coming = self._coming
         if coming is not None and self._now >= coming.ready_at:
-            wait_s = self._costs.switch_s + self._transfer_s(coming.outcome.outrun_bytes)
+            wait_s = self._costs.switch_s + self._moved_s(coming.outcome.late_s)
             self._phases.append(("switch", ticks(wait_s)))
             self._kept, self._spent = 0.0, 0
             self._coming = _Coming(outcome=coming.outcome, fresh=coming.fresh, voluntary=False)
 
-    def _transfer_s(self, busiest_bytes: float) -> float:
-        return busiest_bytes / self._bytes_per_s()
-
-    def _bytes_per_s(self) -> float:
-        links = self._shapes.terms.profile.links
-        return self._costs.bytes_per_s or links.inter_node_bytes_per_s
+    def _moved_s(self, planned_s: float) -> float:
+        """Return the time of what takes so long on the profile's links."""
+        planned = self._shapes.terms.profile.links.inter_node_bytes_per_s
+        return planned_s * planned / (self._costs.bytes_per_s or planned)
 
     def _stall_s(self, outcome: Outcome, more_bytes: int = 0) -> float:
         """Return the time of the moving state."""
-        links = self._shapes.terms.profile.links
-        busiest = outcome.stall_s * links.inter_node_bytes_per_s
-        return self._transfer_s(max(busiest, more_bytes))
+        planned = self._shapes.terms.profile.links.inter_node_bytes_per_s
+        return self._moved_s(max(outcome.stall_s, more_bytes / planned))
 
     # ---- Voluntary changes
 

@@ -66,7 +66,7 @@ class Outcome:
     step_s: float
     stall_s: float = 0.0
     moved_bytes: int = 0
-    outrun_bytes: int = 0
+    late_s: float = 0.0
     policy: str = ""
     rule: str = ""
     then: Next | None = None
@@ -171,7 +171,7 @@ class Shapes:
                 step_s=max(taken.step_s, _LEAST_STEP_S),
                 stall_s=taken.stall_s,
                 moved_bytes=taken.moved_bytes,
-                outrun_bytes=taken.outrun_bytes,
+                late_s=taken.late_s,
                 policy=taken.policy,
                 rule=taken.found.rule,
             )

@@ -3,11 +3,14 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
+import pytest
+
 from oobleck.core.ids import Generation, NodeName, WorkerId
 from oobleck.core.plan import Plan
 from oobleck.core.profile import Links
 from oobleck.core.routes import Hold, Hop, Route
-from oobleck.planner.recovery.answer import Change, moves, outrun_bytes
+from oobleck.planner.recovery.answer import Change, answer, moves, outrun_bytes
+from oobleck.planner.recovery.rules import Reconfiguration
 from support.plans import plan_of_cuts
 from support.profiles import profile_of
 
@@ -94,3 +97,38 @@ def test_what_the_gradients_of_a_step_outrun_is_copied_at_the_switch() -> None:
     assert outrun(20.0, 2.0) == 0
     assert outrun(20.0, 1.0) == 80
     assert outrun(10.0, 1.0) == 120
+
+
+def late_s(before: Sequence[str], live: Sequence[str], bytes_per_s: float) -> float:
+    plan, then = plan_of(before), plan_of(live)
+    change = change_between(plan, then, 40_000, bytes_per_s)
+    found = Reconfiguration(plan=then, rule="join", reason="")
+    # Of a step that long nothing is outrun.
+    return answer("templates", found, 1000.0, change).late_s
+
+
+def test_the_last_gradients_reach_a_copy_after_the_step() -> None:
+    """Each layer's are 10 kB; a step takes 12 s, and none of its time is left for them."""
+    assert late_s(["n0"], ["n0", "n1"], 20e3) == pytest.approx(2.0, rel=1e-2)
+    # Each of two sends half of them, and it receives all.
+    assert late_s(["n0", "n1"], ["n0", "n1", "n2"], 20e3) == pytest.approx(2.0, rel=1e-2)
+    assert late_s(["n0"], ["n0", "n1", "n2"], 20e3) == pytest.approx(4.0, rel=1e-2)
+    assert late_s(["n0"], ["n0", "n1"], 2e3) == pytest.approx(12.0, rel=1e-2)
+    assert late_s(["n0", "n1"], ["n0", "n1"], 20e3) == 0
+    assert late_s(["n0", "n1"], ["n1", "n2"], 20e3) == 0, "a loss does not wait for a step's end"
+
+
+def test_a_worker_that_is_ready_early_has_sent_its_gradients_by_the_end() -> None:
+    """Of two stages the second is ready 4 s before the first, which goes back last."""
+    plan = plan_of_cuts(([(2, 1), (2, 1)], 1))
+
+    def late_s(layer: int, bytes_per_s: float) -> float:
+        spare = Hold(first_layer=layer, last_layer=layer, workers=(WorkerId(NodeName("x"), 0),))
+        then = replace(plan, holds=(*plan.holds, spare))
+        change = change_between(plan, then, 40_000, bytes_per_s)
+        found = Reconfiguration(plan=then, rule="shadow", reason="")
+        return answer("shadow", found, 1000.0, change).late_s
+
+    assert late_s(0, 1e3) == pytest.approx(10.0, abs=0.2)
+    assert late_s(2, 1e3) == pytest.approx(6.0, abs=0.2)
+    assert late_s(2, 5e3) == 0

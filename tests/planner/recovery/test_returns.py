@@ -111,9 +111,9 @@ def test_the_longer_a_switch_stands_still_the_less_it_is_worth() -> None:
     change = cluster.change(left, left, cluster.names)
     found = by_templates(change)
     taken, why = [], ""
-    for outrun_s in (0.0, 10.0, 100.0, 300.0, 590.0, 5000.0):
+    for late_s in (0.0, 10.0, 100.0, 300.0, 590.0, 5000.0):
         with pytest.MonkeyPatch.context() as patch:
-            late = replace(found, outrun_s=outrun_s)
+            late = replace(found, late_s=late_s)
             patch.setattr(policies, "by_templates", lambda _, late=late: late)
             patch.setattr(policies, "anew", refuse)
             try:

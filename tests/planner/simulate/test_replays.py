@@ -193,7 +193,15 @@ def test_a_node_joins_at_a_step_boundary_and_nothing_is_redone() -> None:
     assert set(found.data()["badput"]) == {
         *("detect", "plan", "abort", "meeting", "transfer", "redone_step", "switch")
     }
-    assert found.account.badput["switch"] == round(COSTS.switch_s * (1 << 24))
+    # The last step's gradients reach the new node late. On links twice as fast they take half.
+    fast = result(
+        trace((1, "remove", "n3"), (40 * step_s, "add", "x")),
+        200 * step_s,
+        costs=replace(COSTS, bytes_per_s=2e3),
+    )
+    late, half = (r.account.badput["switch"] / (1 << 24) - COSTS.switch_s for r in (found, fast))
+    assert late == pytest.approx(2 * half)
+    assert late > 0
 
 
 def test_a_notice_long_enough_leaves_nothing_to_redo() -> None:
@@ -415,7 +423,7 @@ def test_nodes_that_start_slowly_join_together_once_they_are_ready() -> None:
     late = result(found, 400, costs=costs)
     assert early.account.counts.total() == 2, "b is ready at 72 s, and they settle until 77 s"
     assert late.account.counts.total() == 3
-    assert late.account.badput["switch"] == round(costs.switch_s * (1 << 24))
+    assert late.account.badput["switch"] >= round(costs.switch_s * (1 << 24))
     waits = [Row(0.0, "add", "n1"), Row(10.0, "add", "n2"), *(Row(12.0, "add", n) for n in "abcd")]
     begun = result(trace_of(waits), 400, costs=costs).data()
     # All are ready at 32 s; they settle for 5 s more.
