@@ -7,6 +7,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Literal
 
 from oobleck.core.ids import Generation, NodeName, WorkerId
@@ -294,6 +295,25 @@ def _gradients_late_s(change: Change, plan: Plan) -> float:
 def _stays(change: Change, plan: Plan) -> bool:
     """Return whether all holds of the plan are those of the running one, so that nothing moves."""
     return plan.holds == change.plan.holds or set(change.plan.holds).issuperset(plan.holds)
+
+
+def copied_layers(change: Change, plan: Plan) -> float:
+    """Return the most layers that one node copies to another ahead of the plan; small ones count
+    less."""
+    if _stays(change, plan):
+        return 0.0
+    sizes = [layer.travelling_bytes for layer in change.profile.layers]
+    received, sent = _moves(change, plan, sizes)
+    holders = defaultdict[int, set[NodeName]](set)
+    for node, layer in sent:
+        holders[layer].add(node)
+    usual = median(sizes) or 1  # layers may have no parameters
+    copied = defaultdict[tuple[NodeName, frozenset[NodeName]], list[float]](list)
+    for node, layer in received:
+        if own := frozenset(holders[layer]):
+            copied[node, own].append(min(1.0, sizes[layer] / usual))
+    # Its holders share the layers, but not each of them.
+    return max((max(max(w), sum(w) / len(own)) for (_, own), w in copied.items()), default=0.0)
 
 
 #: Bytes by node and layer.

@@ -45,6 +45,8 @@ WAITING: RecoveryPolicy = "wait"
 
 _KEEPING = "reroute"
 _ADDS_HOLDERS = "shadow"
+#: Seconds for which a join waits for further nodes, unless the master is told otherwise.
+SETTLE_S = 1.0
 #: Settle times for which further nodes may delay a join.
 _MOST_SETTLES = 3
 #: Least interval between plans around slow workers, seconds. A change costs a part of a second, and

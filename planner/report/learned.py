@@ -4,13 +4,13 @@ Owns which record tells which cost. Must not know how records are read.
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from statistics import median
 from typing import Any
 
 from oobleck.planner.recovery.chooser import CHANGE_S
-from oobleck.planner.recovery.course import MORPH
+from oobleck.planner.recovery.course import MORPH, SETTLE_S
 from oobleck.planner.recovery.outlook import corrected
 
 Record = Mapping[str, Any]
@@ -48,10 +48,8 @@ def learn_costs(
             happened_s += sum(own_s)
             expected_s += len(own_s) * expected["step_s"]
         if change["boundary"]:
-            if change["stall_s"] is not None:
-                found["switch_s"].append(change["stall_s"])
-            # Workers train on until they leave the plan before.
-            found["prepare_s"].append(phases["abort"])
+            late_s = 0.0 if expected is None else expected["stall_s"]
+            found["switch_s"].append(phases["rendezvous"] + phases["transfer"] - late_s)
             continue
         move_s = 0.0 if expected is None else expected["stall_s"] - CHANGE_S
         took_s, link_s = phases.get("transfer", 0.0), move_s / factor
@@ -71,6 +69,7 @@ def learn_costs(
             found["salvage"].append(2 * kept)
             if own_s:
                 found["first_step_s"].append(phases["first_step"] - (1 - kept) * median(own_s))
+    found["join_s"] = list(_joins(events))
     saved = [one for one in events if one["event"] == "checkpoint_saved"]
     found["save_s"] = _pauses(saved, between)
     times = [one["time"] for one in saved if not one["request"]]
@@ -78,7 +77,7 @@ def learn_costs(
     costs = {name: max(0.0, median(each)) for name, each in found.items() if each}
     if found["switch_s"]:
         # Many pause for nothing, some for most of a second; what counts is their sum.
-        costs["switch_s"] = sum(found["switch_s"]) / len(found["switch_s"])
+        costs["switch_s"] = max(0.0, sum(found["switch_s"]) / len(found["switch_s"]))
     if found["salvage"]:
         share = sum(found["salvage"]) / len(found["salvage"])
         costs["salvage"] = min(1.0, share)
@@ -97,6 +96,21 @@ def _steps(metrics: Iterable[Record]) -> tuple[Mapping[int, Sequence[float]], di
             of[line["generation"]].append(line["step_seconds"])
             between[before["step"]] = line["time"] - line["step_seconds"] - before["time"]
     return of, between
+
+
+def _joins(events: Iterable[Record]) -> Iterator[float]:
+    """Yield the times from a node's coming until it could take part, where no change was under way
+    meanwhile."""
+    came: dict[str, float] = {}
+    changed = 0.0
+    for one in events:
+        if one["event"] == "node_joined":
+            came[one["node"]] = one["time"]
+        elif one["event"] == "reconfigured":
+            since = max((came.get(node, 0.0) for node in one["nodes_joined"]), default=0.0)
+            if one["boundary"] and since > changed:
+                yield one["time"] - one["total_s"] - since - SETTLE_S
+            changed = one["time"]
 
 
 def _pauses(saved: Collection[Record], between: Mapping[int, float]) -> list[float]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 from difflib import get_close_matches
 
 from oobleck.planner.recovery.chooser import SWITCH_S
+from oobleck.planner.recovery.course import SETTLE_S
 from oobleck.planner.recovery.outlook import SALVAGE
 
 #: Least and most of costs that are no seconds.
@@ -30,16 +31,14 @@ class Costs:
     meeting_s: float = 0.3
     #: By which the first step of a plan takes longer than the next ones.
     first_step_s: float = 0.0
-    #: Least time from a plan for a step boundary until workers are ready to switch.
-    prepare_s: float = 0.0
-    #: Switch to another plan at a step boundary, beside state that could not be copied ahead.
+    #: Switch to another plan at a step boundary, beside what is sent ahead and comes late.
     switch_s: float = SWITCH_S
     #: Start of a worker's process in place of a dead one.
     process_s: float = 1.5
     #: From a node's `add` until it can take part.
     join_s: float = 0.0
     #: Nodes that become ready within this time of each other join together.
-    settle_s: float = 1.0
+    settle_s: float = SETTLE_S
     #: From a change of a node's rate until it is noticed.
     slow_s: float = 4.0
     #: Bytes per second of a node that receives or sends state; 0: the profile's links.

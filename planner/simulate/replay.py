@@ -25,6 +25,10 @@ from oobleck.planner.simulate.costs import Costs
 from oobleck.planner.simulate.shapes import Outcome, Racks, Rates, Shape, Shapes, swapped
 from oobleck.planner.simulate.trace import Instant, Trace
 
+#: Steps from a plan for a step boundary until workers are ready to switch, to connect and to catch
+#: up, beside one for each layer that one of them copies to another (`python -m bench.simulated`).
+_READY_STEPS = 1.8
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Coming:
@@ -352,9 +356,10 @@ class Replay:
         stay = sum(seat >= 0 for seat in outcome.seats)
         if joining and not (stay == len(self._names) and stay < len(outcome.seats)):
             return False
-        ready_s = self._costs.plan_s + max(self._costs.prepare_s, self._stall_s(outcome))
+        prepared = round((_READY_STEPS + outcome.copied_layers) * self._step)
+        ready = ticks(self._costs.plan_s) + max(prepared, ticks(self._stall_s(outcome)))
         self._coming = _Coming(
-            outcome=outcome, fresh=tuple(fresh), voluntary=True, ready_at=self._now + ticks(ready_s)
+            outcome=outcome, fresh=tuple(fresh), voluntary=True, ready_at=self._now + ready
         )
         return True
 

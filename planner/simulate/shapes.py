@@ -18,7 +18,7 @@ from oobleck.core.errors import PlanInfeasible
 from oobleck.core.ids import Generation, NodeName, WorkerId
 from oobleck.core.plan import Pipeline, Plan, is_of_pipelines
 from oobleck.core.schedules import Schedule
-from oobleck.planner.recovery.answer import Answer, Change, situation
+from oobleck.planner.recovery.answer import Answer, Change, copied_layers, situation
 from oobleck.planner.recovery.chooser import Candidates, choose
 from oobleck.planner.recovery.course import PlanWanted
 from oobleck.planner.recovery.outlook import Outlook
@@ -67,6 +67,7 @@ class Outcome:
     stall_s: float = 0.0
     moved_bytes: int = 0
     late_s: float = 0.0
+    copied_layers: float = 0.0
     policy: str = ""
     rule: str = ""
     then: Next | None = None
@@ -172,6 +173,7 @@ class Shapes:
                 stall_s=taken.stall_s,
                 moved_bytes=taken.moved_bytes,
                 late_s=taken.late_s,
+                copied_layers=copied_layers(asked.change, taken.found.plan),
                 policy=taken.policy,
                 rule=taken.found.rule,
             )

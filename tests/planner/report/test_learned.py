@@ -9,11 +9,12 @@ def change(generation: int, **fields: object) -> dict[str, object]:
     return {
         "event": "reconfigured",
         "time": 100.0 * generation,
+        "total_s": 5.5,
         "to_generation": generation,
         "cause": "node lost",
         "policy": "templates",
         "boundary": False,
-        "stall_s": 3.0,
+        "nodes_joined": [],
         "expected": {"step_s": 1.6, "stall_s": 1.5},
         "redo_step": 7,
         "salvaged_microbatches": 2,
@@ -27,6 +28,13 @@ def change(generation: int, **fields: object) -> dict[str, object]:
         },
         **fields,
     }
+
+
+def switch(generation: int, pause_s: float, **fields: object) -> dict[str, object]:
+    phases = {"abort": 6.0, "rendezvous": pause_s - 0.1, "transfer": 0.1}
+    return change(
+        generation, boundary=True, phases=phases, expected={"step_s": 1.6, "stall_s": 0}, **fields
+    )
 
 
 def steps(generation: int, *lengths: float) -> list[dict[str, object]]:
@@ -45,7 +53,7 @@ def test_each_cost_is_what_its_records_tell() -> None:
     events = [
         change(2),
         change(3, superseded_by=4, phases={}),  # tells nothing
-        change(5, boundary=True, stall_s=0.7, phases={"abort": 6.0}),
+        switch(5, 0.7),
         change(6, policy="morph", expected=None, redo_step=None),
         change(7, cause="worker lost", phases={}),  # waits for a process, too
         {"event": "checkpoint_saved", "step": 81, "time": 10.0, "request": 0},
@@ -64,7 +72,6 @@ def test_each_cost_is_what_its_records_tell() -> None:
             "salvage": 0.5,  # a quarter of whole steps, half of which was done on average
             "first_step_s": 1.0,  # beside the part of the step that was done again
             "step_ratio": 1.25,  # of steps whose plan expected some
-            "prepare_s": 6.0,
             "switch_s": 0.7,
             "load_s": 2.0,
             "save_s": 0.5,
@@ -82,11 +89,32 @@ def test_what_no_record_tells_is_left_out() -> None:
 
 def test_pauses_of_switches_add_up() -> None:
     """Most are none, so their median would say that the others cost nothing."""
+    switches = [switch(number, pause_s) for number, pause_s in enumerate([0.1, 0.7, 0.1], 2)]
+    assert learn_costs(switches, ())["switch_s"] == pytest.approx(0.3)
+
+
+def test_a_pause_that_the_plan_expected_is_no_cost_of_switches() -> None:
+    """Another simulation expects it as well."""
     switches = [
-        change(number, boundary=True, stall_s=stall_s, phases={"abort": 6.0})
-        for number, stall_s in enumerate([0.0, 0.6, 0.0], 2)
+        switch(number, pause_s) | {"expected": {"step_s": 1.6, "stall_s": expected_s}}
+        for number, (pause_s, expected_s) in enumerate([(0.3, 0.0), (2.3, 2.1)], 2)
     ]
-    assert learn_costs(switches, ())["switch_s"] == pytest.approx(0.2)
+    assert learn_costs(switches, ())["switch_s"] == pytest.approx(0.25)
+
+
+def test_what_a_new_node_takes_is_told_by_joins_that_nothing_delayed() -> None:
+    def joined(at: float, *nodes: str) -> list[dict[str, object]]:
+        return [{"event": "node_joined", "time": at, "node": node} for node in nodes]
+
+    events = [
+        *joined(100.0, "n1"),
+        switch(2, 0.1, time=110.0, nodes_joined=["n1"]),
+        *joined(120.0, "n2"),
+        change(3, time=130.0),
+        switch(4, 0.1, time=150.0, nodes_joined=["n2"]),
+    ]
+    # The plan was there after 4.5 s; the first second was a wait for further nodes.
+    assert learn_costs(events, ())["join_s"] == pytest.approx(3.5)
 
 
 def test_the_speed_of_links_is_free_of_what_the_master_has_learned_of_it() -> None:

@@ -204,6 +204,17 @@ def test_a_node_joins_at_a_step_boundary_and_nothing_is_redone() -> None:
     assert late > 0
 
 
+def test_a_layer_is_copied_in_a_step_at_least_before_a_change_at_a_boundary() -> None:
+    """However fast the links are."""
+    step_s = shapes().first(NODES).step_s
+    rows = trace((5.2 * step_s, "notice", "n2", 99 * step_s))
+    costs = replace(COSTS, plan_s=0.0, bytes_per_s=1e12)
+    early = result(rows, 7.9 * step_s, costs=costs).account
+    late = result(rows, 15.1 * step_s, costs=costs).account
+    assert not early.badput["switch"]
+    assert late.badput["switch"]
+
+
 def test_a_notice_long_enough_leaves_nothing_to_redo() -> None:
     step_s = shapes().first(NODES).step_s
     early = result(trace((5, "notice", "n2", 9 * step_s), (5 + 9 * step_s, "remove", "n2")), 500)
@@ -362,10 +373,10 @@ def test_a_rack_that_is_lost_takes_no_last_holder_where_its_label_is_known(label
     first, second = racks["a"], racks["b"]
     more = {"a": [f"{name}.2" for name in first]}
     rows = [(30.0, "remove", name) for name in first] + [(60.0, "add", name) for name in more["a"]]
-    found = trace(*rows, *((120.0, "remove", name) for name in second))
+    found = trace(*rows, *((240.0, "remove", name) for name in second))
     costs = replace(COSTS, checkpoint_every_s=20)
     known = {**racks, "a": [*first, *more["a"]]}
-    setting = set_up(found, own, nodes=NODES, costs=costs, until_s=180, racks=known)
+    setting = set_up(found, own, nodes=NODES, costs=costs, until_s=300, racks=known)
     told = replay(setting, "auto")
     assert told.account.returns == 0
     assert told.failed_at is None
