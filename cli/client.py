@@ -26,9 +26,9 @@ from oobleck.proto.examinations import read_finding
 from oobleck.proto.secure import Channels
 
 DEADLINE_S = 5.0
-#: Time for which lost requests are repeated; a master restarts sooner.
+#: Time for which a request without reply is repeated, longer than a master's restart.
 ASK_AGAIN_S = 10.0
-#: Time in which a master that was just started listens.
+#: Longest time from a master's start until it listens.
 START_S = 15.0
 #: Deadline for a timeline, which waits for its steps.
 TIMELINE_S = 3600.0
@@ -41,7 +41,8 @@ _TLS_S = 1.0
 #: Deadline for a host to accept a connection, if there are others to ask.
 CONNECT_S = 1.0
 
-#: Connecting may take as long as one call. Keep-alive ends streams from a frozen master.
+#: Channel options: connecting may take as long as one call; keep-alive ends streams of a frozen
+#: master.
 CHANNEL_OPTIONS = (
     ("grpc.min_reconnect_backoff_ms", int(1000 * DEADLINE_S)),
     ("grpc.initial_reconnect_backoff_ms", 200),
@@ -62,7 +63,7 @@ _WANTS_CREDENTIALS = (
     "with --credentials or OOBLECK_CREDENTIALS ('oobleck pki join' gets them with a token from an "
     "operator)"
 )
-#: Of a master on this host.
+#: Begin of the fix if the master is on this host.
 _ANOTHER_USERS = (
     "If it is another user's 'oobleck local', start your own and name it with --master or "
     "OOBLECK_MASTER; otherwise g"
@@ -97,7 +98,7 @@ class Unreachable(CommandFailed):
 
 
 def cannot_reach(address: str, reason: str, *, reached: bool = False) -> Unreachable:
-    # Only there does `oobleck local` listen.
+    # `oobleck local` listens only at the default address.
     fix = (
         "start one with 'oobleck local --nodes 4' (one that runs says how to restart its master), "
         "or name it"
@@ -119,7 +120,7 @@ class MasterClient:
         if isinstance(endpoint, str):
             endpoint = choose_endpoint(endpoint, None, insecure=False)
         self._endpoint = endpoint
-        #: Which of the master's addresses is called.
+        #: Address that is called now.
         self.address = endpoint.address
         self._ask_again_s = ask_again_s
         self._secured = endpoint.credentials is not None
@@ -133,7 +134,7 @@ class MasterClient:
         self._closed = False
         #: Calls by name, for each address that was called.
         self._stubs: dict[str, dict[str, Any]] = {}
-        #: Whether the last call got no answer from `address`.
+        #: True if the last call got no answer from `address`, so that the next one begins after it.
         self._in_vain = False
         #: Whether the last call got an answer from `address`.
         self._answers = False

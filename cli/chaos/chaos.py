@@ -1,6 +1,6 @@
-"""`oobleck chaos`: a drill that strikes a running job with real faults and tells how it takes them.
+"""`oobleck chaos`: a drill that strikes a running job with real faults and reports its reactions.
 
-Owns what an operator may ask for, and who is struck. `drill` runs it.
+Owns the operator's options, and the choice of victims. `drill` runs the drill.
 """
 
 import time

@@ -1,7 +1,7 @@
-"""A drill from its first strike to its last: when it strikes, what it waits for, what it tells.
+"""A drill: the times of its strikes, its waits, and its summary.
 
-However the drill ends, it lets everything that it has stopped go on. `chaos` checks what was asked
-for, and `striker` acts on processes. Schedule and tally are pure.
+However the drill ends, it continues everything that it has stopped. `chaos` checks the operator's
+options, and `striker` acts on processes. Schedule and tally are pure.
 """
 
 import json
@@ -43,7 +43,7 @@ KINDS = {
 TO_THE_MASTER = ("stop-master", "kill-master", "garbage")
 #: Kinds that need --ssh, and root on the host.
 OVER_SSH = {"unplug": "the host's network is cut, and back after --stop-for; --ssh, as root"}
-#: Kinds that only root can do, or the owner of the network.
+#: Faults that this command does not do, with the reasons.
 OUT_OF_REACH = {
     **dict.fromkeys(
         ("deaf", "mute", "no-control", "no-data", "slow"),
@@ -70,8 +70,8 @@ class Strike:
 def schedule(
     *, seed: int, mtbf_s: float, for_s: float, kinds: Sequence[str], nodes: Sequence[str]
 ) -> Iterator[Strike]:
-    """Yield faults as independent failures come: at exponential intervals, of any kind,
-    anywhere."""
+    """Yield faults at exponential intervals, as of independent failures, each of a random kind at a
+    random node."""
     draw = random.Random(seed)
     at_s = draw.expovariate(1 / mtbf_s)
     while at_s < for_s:
@@ -109,10 +109,11 @@ class Tally:
                 pass
 
     def recovered(self, struck_at: float) -> float:
-        """Take note of a fault that is over, and return the longest time without a commit since."""
+        """Record that a fault is over; return the longest time without a commit since it struck."""
         before = [commit for commit in self.commits if commit[0] <= struck_at]
         after = before[-1:] + [commit for commit in self.commits if commit[0] > struck_at]
-        # Steps that are committed while the master is away are seen only later, all at once.
+        # Steps committed while the master is away are seen later, all at once: subtract the time of
+        # those in between.
         step_s = self.step_s
         gaps_s = (b - a - (to - at - 1) * step_s for (a, at), (b, to) in pairwise(after))
         gap_s = max(gaps_s, default=0.0)
@@ -128,7 +129,7 @@ class Tally:
         return statistics.median((b - a) / (after - before) for (a, before), (b, after) in pairs)
 
     def useful(self, now: float) -> float:
-        """Share of the time that was not spent standing still or doing committed steps again."""
+        """Share of the time without standstills and repetitions of committed steps."""
         total_s = now - self.began_at
         still_s = sum(max(0.0, gap_s - self.step_s) for gap_s in self.gaps_s)
         return max(0.0, 1.0 - (still_s + self.lost_steps * self.step_s) / total_s)
@@ -154,7 +155,7 @@ class Tally:
 
 #: Time between two looks for commits.
 _POLL_S = 0.05
-#: Steps that have to be committed after a fault for the job to have taken it.
+#: Steps to be committed after a fault before the job counts as recovered.
 _STEPS = 2
 _BEFORE_S = 2.0
 
@@ -209,7 +210,7 @@ class Drill:
     # ---- watching
 
     def _look(self) -> pb.JobStatus | None:
-        """Take note of the job's progress; return None while the master is away."""
+        """Read and record the job's progress; return None while the master is away."""
         time.sleep(_POLL_S)
         try:
             self._status = self._master.job(self._orders.job_id)
@@ -225,7 +226,7 @@ class Drill:
             self._look()
 
     def _await_ready(self) -> None:
-        told = False
+        announced = False
         while True:
             status = self._look()
             ready = (
@@ -233,14 +234,14 @@ class Drill:
             )
             if ready and status is not None and (status.can_lose > 0 or self._orders.beyond):
                 return
-            if not told:
-                told = True
+            if not announced:
+                announced = True
                 self._say("the next fault waits: the job cannot lose a node at the moment")
 
     # ---- striking
 
     def _strike(self, strike: Strike) -> bool:
-        """Strike, and wait until the job has taken it. Return False if it did not in time."""
+        """Strike, and wait until the job has recovered. Return False if it has not in time."""
         nodes = {node.node: node for node in self._master.nodes()}
         struck_at = time.monotonic()
         struck = self._striker.strike(strike.kind, nodes.get(strike.node))
@@ -280,8 +281,8 @@ class Drill:
         return False
 
     def _await_answer(self, kind: str, struck_at: float) -> None:
-        """Keep looking for `_BEFORE_S` after a kill. A killed process may have done its part of the
-        steps that were seen since."""
+        """Keep recording for `_BEFORE_S` after a kill: steps seen in that time may have been
+        finished before it."""
         until = struck_at + _BEFORE_S
         while kind.startswith("kill") and time.monotonic() < until:
             self._look()

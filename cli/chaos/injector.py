@@ -48,7 +48,7 @@ for word in sys.argv[3:]:
 """
 
 
-#: Bytes longer than any greeting, and messages that claim to be far longer than they are.
+#: Garbage: more bytes than any greeting has, and messages whose headers claim far too much length.
 _GARBAGE = (
     b"",
     b"GET / HTTP/1.1\r\n\r\n",
@@ -116,7 +116,7 @@ def strike(kind: str, agent: int, workers: list[int], for_s: float) -> dict[str,
 
 def kill(pids: Sequence[int]) -> list[int]:
     """Send SIGKILL to all of them, and return those that existed. Raises Refused."""
-    # All stop first, so that none gets to see and tell the end of another.
+    # Stop all of them first, so that none can report the end of another.
     for pid in pids if len(pids) > 1 else ():
         _send(pid, signal.SIGSTOP)
     return [pid for pid in pids if _send(pid, signal.SIGKILL)]
@@ -130,7 +130,7 @@ def stop(pids: Sequence[int], for_s: float) -> tuple[list[int], int]:
 
 
 def garbage(address: str, port: int, connect_s: float = _STRANGER_S) -> bool:
-    """Send to a port bytes that no program understands; return whether it let anybody in."""
+    """Send garbage to a port; return whether it accepted the connection."""
     let_in = False
     for message in _GARBAGE:
         with (

@@ -94,10 +94,10 @@ class Striker:
             return injector.act(action, **arguments)
 
     def undo(self) -> None:
-        """Let all that is stopped go on now."""
+        """Continue all stopped processes now."""
         for node, healer, until in self._healers:
             if until > time.monotonic():
-                # The host heals by itself where it cannot be told to.
+                # If the host is unreachable, its healer acts by itself later.
                 with contextlib.suppress(CommandFailed):
                     self._act(node, "heal", healer=healer)
         self._healers.clear()
@@ -222,5 +222,5 @@ class HostStriker(Striker):
     async def _call(self, node: str, action: str, **arguments: object) -> dict[str, Any]:
         from oobleck.cli.ssh.connection import connected
 
-        async with connected(self._hosts[node], self._access) as there:
-            return await there.call(action, script=_SCRIPT, **arguments)
+        async with connected(self._hosts[node], self._access) as connection:
+            return await connection.call(action, script=_SCRIPT, **arguments)

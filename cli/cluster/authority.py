@@ -84,13 +84,13 @@ def issue(folder: Path, target: Path, role: Role, name: str) -> None:
         authority = signing.read_authority(folder)
     except ValueError as error:
         raise CommandFailed(f"--dir: {error}", USAGE) from error
-    with _told(target):
+    with _errors_as_failures(target):
         _warn(signing.issue(authority, folder, target, role, name))
 
 
 def have_issued(folder: Path, target: Path, role: Role, name: str) -> None:
-    """Make credentials unless `target` has some of that holder that last for some days."""
-    with _told(target):
+    """Make credentials unless `target` has some of that holder with enough life left."""
+    with _errors_as_failures(target):
         _warn(signing.have_issued(folder, target, role, name))
 
 
@@ -100,7 +100,7 @@ def _warn(warning: str) -> None:
 
 
 @contextlib.contextmanager
-def _told(target: Path) -> Iterator[None]:
+def _errors_as_failures(target: Path) -> Iterator[None]:
     """Convert errors of writing to `target` in the block to CommandFailed."""
     try:
         yield

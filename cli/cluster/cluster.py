@@ -30,7 +30,7 @@ from oobleck.host.system.process import signal_name, with_parent
 # ---- one daemon
 
 
-#: Agents give their workers 2 s; the master is stopped after them.
+#: Time for agents to end: they give their workers 2 s. The master is stopped after them.
 AGENT_GRACE_S = 3.3
 MASTER_GRACE_S = 1.0
 #: Pause before a daemon that died is restarted. If it lives for less than QUICK_S each time, the
@@ -57,7 +57,7 @@ class Child:
         self.arguments = tuple(arguments)
         self.log = log
         #: Whether its end has been reported.
-        self.told = False
+        self.reported = False
         #: Time of its restart; None: none is planned.
         self.due: float | None = None
         self._module, self._piped = module, piped
@@ -66,7 +66,7 @@ class Child:
 
     def start(self) -> None:
         """Start the daemon, or restart it after it has ended."""
-        self.told, self.due, self._started_at = False, None, time.monotonic()
+        self.reported, self.due, self._started_at = False, None, time.monotonic()
         with open(self.log, "ab", opener=_for_its_owner) as output:
             self.process = subprocess.Popen(
                 [*with_parent(self._module), *self.arguments],
@@ -102,7 +102,7 @@ class Child:
         code = self.process.returncode
         if code < 0:
             return f"was killed by {signal_name(-code)}"
-        last = self.last_line() if code else ""  # one that was told to end gives no reason
+        last = self.last_line() if code else ""  # no reason is needed after an ordered end
         return f"ended with exit code {code}" + (f": {last}" if last else "")
 
     def last_line(self) -> str:
@@ -199,7 +199,7 @@ class Cluster:
         arguments += self._master_flags
         self.master = Child("master", "oobleck.master", arguments, logs / "master.log", piped=True)
         self.address = self._listening(self.master)
-        # After a restart, it must listen where the agents look for it.
+        # A restarted master must listen at the address that the agents know.
         self.master.arguments = ("--listen", self.address, *arguments[2:])
         self._tell(f"master {self.address} pid {self.master.pid}")
         for number in range(1, nodes + 1):
@@ -226,7 +226,8 @@ class Cluster:
         pki = self._state_dir / "pki"
         try:
             if not pki.exists():
-                # If it is killed meanwhile, no half-made authority stays.
+                # Make it in a temporary folder, so that no half-made authority stays if this
+                # process is killed.
                 with tempfile.TemporaryDirectory(prefix=".pki-", dir=self._state_dir) as made:
                     make_authority(Path(made, "pki"), ())
                     Path(made, "pki").rename(pki)
@@ -290,7 +291,7 @@ class Cluster:
         deadline = time.monotonic() + READY_TIMEOUT_S
         with MasterClient(self.endpoint) as connection:
             while True:
-                self._tell_deaths()
+                self._report_deaths()
                 if self.master is None or not self.master.alive:
                     raise CommandFailed("the master died before the cluster was ready", FAILED)
                 with contextlib.suppress(Unreachable):  # if it died, the next round reports it
@@ -303,7 +304,7 @@ class Cluster:
                 if not missing and live:
                     break
                 if not missing and not any(agent.alive for agent in self.agents):
-                    self._tell_deaths()  # report those that ended since
+                    self._report_deaths()  # report those that ended since
                     raise CommandFailed(
                         f"every agent ended before it registered; see {self._state_dir}/log", FAILED
                     )
@@ -320,7 +321,7 @@ class Cluster:
         """Restart agents when they are due, and report deaths, until it is `over`. Raise
         CommandFailed when all are dead."""
         while not over.wait(0.1):
-            self._tell_deaths()
+            self._report_deaths()
             for agent in self.agents:
                 if agent.due is not None and time.monotonic() >= agent.due:
                     agent.start()
@@ -332,19 +333,21 @@ class Cluster:
         if self.master is not None and self.master.process.stdout is not None:
             self.master.process.stdout.close()
 
-    def _tell_deaths(self) -> None:
+    def _report_deaths(self) -> None:
         children = [*self.agents, *([self.master] if self.master else [])]
         for child in children:
-            if not child.alive and not child.told:
-                child.told = True
+            if not child.alive and not child.reported:
+                child.reported = True
                 end, then = child.how_it_ended(), self._then(child)
                 self._tell(f"{child.name} (pid {child.pid}) {end}; {then}")
-        # A daemon that has died since the loop is reported in the next round, and may be restarted.
-        if all(child.told and child.due is None for child in children):
+        # A daemon that died after the loop has `reported` False still, and gets its turn in the
+        # next round.
+        if all(child.reported and child.due is None for child in children):
             raise CommandFailed("all daemons have ended", FAILED)
 
     def _then(self, child: Child) -> str:
-        """Return what follows the end of `child`: a planned restart, or the command for one."""
+        """Plan a restart of `child` and return a sentence about it, or return the command for
+        one."""
         if self._restart and child is not self.master and child.has_died:
             return f"it restarts in {child.plan_restart():g} s"
         program = f"oobleck-{child.name.split()[0]}"

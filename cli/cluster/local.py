@@ -14,7 +14,7 @@ import click
 import psutil
 
 from oobleck.cli.cluster.cluster import Cluster
-from oobleck.cli.output.progress import said_if_long
+from oobleck.cli.output.progress import shown_if_long
 from oobleck.core.units import enough_bytes, format_bytes
 from oobleck.host.address import split_address
 from oobleck.host.command import USAGE, CommandFailed
@@ -176,7 +176,7 @@ def local(
     )
     with interrupts():
         try:
-            with said_if_long("the master starts"):
+            with shown_if_long("the master starts"):
                 cluster.start(address, nodes, workers, memory // (nodes * workers), fault_plan)
             cluster.wait_until_ready()
             cluster.watch(threading.Event())

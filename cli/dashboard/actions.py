@@ -91,8 +91,8 @@ class Actions:
         self, request: Request, do: Callable[[MasterClient], pb.NodeInfo]
     ) -> Response:
         found = await self._quick.ask(request, do)
-        told = f"{found.node} is {found.state}" + (f": {found.reason}" if found.reason else "")
-        return self._done(request, told, "/")
+        message = f"{found.node} is {found.state}" + (f": {found.reason}" if found.reason else "")
+        return self._done(request, message, "/")
 
     # ---- jobs
 
@@ -103,15 +103,17 @@ class Actions:
         await self._form(request, "cancel a job")
         job = request.path_params["job"]
         found = await self._quick.ask(request, lambda master: master.cancel(job))
-        told = f"{job} is {found.state}" if found.state in ENDED else f"{job} is being cancelled"
-        return self._done(request, told, f"/jobs/{quote(job)}")
+        message = f"{job} is {found.state}" if found.state in ENDED else f"{job} is being cancelled"
+        return self._done(request, message, f"/jobs/{quote(job)}")
 
     async def _checkpoint(self, request: Request) -> Response:
         await self._form(request, "have a checkpoint taken")
         job = request.path_params["job"]
         await self._quick.ask(request, lambda master: master.save_checkpoint(job))
-        told = "a checkpoint begins when the current step ends; the job's events report its result"
-        return self._done(request, told, f"/jobs/{quote(job)}")
+        message = (
+            "a checkpoint begins when the current step ends; the job's events report its result"
+        )
+        return self._done(request, message, f"/jobs/{quote(job)}")
 
     async def _timeline_page(self, request: Request) -> Response:
         return self._timeline_html(request, steps=1, drawn=None)
@@ -168,21 +170,21 @@ class Actions:
         _check_operator(session, what)
         return form
 
-    def _done(self, request: Request, told: str, where: str) -> Response:
-        """Redirect to the page that shows the change, with the message `told`."""
+    def _done(self, request: Request, message: str, where: str) -> Response:
+        """Redirect to the page that shows the change, and show `message` there."""
         session = self._web.reader(request)
-        session.told = told
+        session.message = message
         return redirect(where, session.id)
 
 
 def _check_operator(session: Session, what: str) -> None:
     """Raise Problem unless the session is an operator's."""
     if session.role != "operator":
-        told = (
+        message = (
             f"a viewer may not {what}; log in with a token from "
             "'oobleck dashboard token --role operator'"
         )
-        raise Problem(403, told, "Refused")
+        raise Problem(403, message, "Refused")
 
 
 # ---- page Plan: the planner's answer if some of a job's nodes were lost
@@ -254,8 +256,10 @@ class PlanPage:
                             raise Problem(499, "the browser has disconnected")
                 answer, _ = asked.result()
             except TimeoutError as error:
-                told = f"the planner has no answer after {_LONGEST_S:.0f} s; ask about fewer nodes"
-                raise Problem(503, told, "No answer") from error
+                message = (
+                    f"the planner has no answer after {_LONGEST_S:.0f} s; ask about fewer nodes"
+                )
+                raise Problem(503, message, "No answer") from error
             finally:
                 with contextlib.suppress(ProcessLookupError):
                     child.kill()

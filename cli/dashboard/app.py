@@ -99,7 +99,7 @@ def _page(web: Web, make: Make) -> Handler:
         await until(page.is_ready, _PATIENCE_S)
         is_old = web.site.hub.is_old()
         query = f"?{request.url.query}" if request.url.query else ""
-        told, session.told = session.told, ""
+        message, session.message = session.message, ""
         return web.html(
             request,
             page.template,
@@ -108,7 +108,7 @@ def _page(web: Web, make: Make) -> Handler:
             page=page,
             rendering=web.site.render(page),
             live=f"live{request.url.path}{query}",
-            told=told,
+            message=message,
             asks_again_s=AGAIN_S if is_old else 0,
         )
 

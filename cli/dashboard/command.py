@@ -107,8 +107,8 @@ def serve(
         import starlette  # noqa: F401
         import uvicorn  # noqa: F401
     except ImportError as error:
-        told = f"{error.name} is missing; run: pip install '.[dashboard]'"
-        raise CommandFailed(told, USAGE) from error
+        problem = f"{error.name} is missing; run: pip install '.[dashboard]'"
+        raise CommandFailed(problem, USAGE) from error
     tls = _tls(listen, certificate, key_file, plain=plain_http)
     from oobleck.cli.dashboard.app import run
 
@@ -171,11 +171,11 @@ def _tls(
     except ValueError as error:
         raise CommandFailed(f"--listen: {error}", USAGE) from error
     if not plain and not is_loopback(host):
-        told = (
+        problem = (
             f"--listen {listen}: without TLS, anybody on the network could read tokens and pages; "
             "give --certificate and --key, or --plain-http behind a proxy that has them"
         )
-        raise CommandFailed(told, USAGE)
+        raise CommandFailed(problem, USAGE)
     return None
 
 
@@ -185,5 +185,7 @@ def _check_pair(certificate: Path, key_file: Path) -> None:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key_file, password="")
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, FileNotFoundError | PermissionError) else None
-        told = reason or "damaged, or the key is another certificate's"
-        raise CommandFailed(f"--certificate {certificate}, --key {key_file}: {told}", 2) from error
+        problem = reason or "damaged, or the key is another certificate's"
+        raise CommandFailed(
+            f"--certificate {certificate}, --key {key_file}: {problem}", 2
+        ) from error

@@ -33,8 +33,8 @@ MOST_FEEDS = 24
 _OUTPUT_S = 3600.0
 #: Age up to which an answer is shown at once.
 _FRESH_S = 2.0
-#: Age from which its time is shown: seconds, and times that it took itself. A feed asks again after
-#: some four of these.
+#: Age from which an answer counts as old: so many seconds, and so many times its own duration. A
+#: feed asks again after some four durations.
 _OLD_S = 5.0
 _OLD_ANSWERS = 10.0
 _PATIENCE_S = 3.0
@@ -58,7 +58,7 @@ class Hub:
         self.cluster = ClusterFeed(connect)
         self._jobs: dict[str, JobFeed] = {}
         self._logs: dict[str, LogFeed] = {}
-        #: One at most, so that it is kept like the others.
+        #: Feed of the cluster's events, under one key, so that it is handled like the others.
         self._events: dict[str, EventFeed] = {}
 
     def close(self) -> None:
@@ -89,8 +89,8 @@ class Hub:
         return feed.snapshot
 
     def is_old(self) -> bool:
-        """Return whether the last answer about the cluster is not of now. One that took long has
-        as long for the next one."""
+        """Return whether the last answer about the cluster is old. A slow answer counts as new for
+        longer, since the next one takes as long."""
         found = self.cluster.snapshot
         if found is None or self.cluster.trouble is not None:
             return True
@@ -114,22 +114,22 @@ class Hub:
         """Close idle feeds, until cancelled."""
         while True:
             await asyncio.sleep(IDLE_S / 6)
-            _let_go(self._jobs)
-            _let_go(self._logs)
-            _let_go(self._events)
+            _close_idlest(self._jobs)
+            _close_idlest(self._logs)
+            _close_idlest(self._events)
 
 
 def _found(feeds: dict[str, F], name: str, make: Callable[[], F]) -> F:
     if name not in feeds:
         if len(feeds) >= MOST_FEEDS:
-            told = f"pages of {MOST_FEEDS} jobs are open already; close some of them"
-            raise Problem(503, told, "Too many pages")
+            problem = f"pages of {MOST_FEEDS} jobs are open already; close some of them"
+            raise Problem(503, problem, "Too many pages")
         feeds[name] = make()
     feeds[name].touched = time.monotonic()
     return feeds[name]
 
 
-def _let_go(feeds: dict[str, F]) -> None:
+def _close_idlest(feeds: dict[str, F]) -> None:
     now = time.monotonic()
     for name, feed in list(feeds.items()):
         if now - feed.touched > IDLE_S:

@@ -105,7 +105,7 @@ class ClusterPage(ClusterBased):
                 "events",
                 heading="What happened",
                 events=[
-                    {"at": text.moment(event["time"]), "told": cluster_sentence(dict(event))}
+                    {"at": text.moment(event["time"]), "sentence": cluster_sentence(dict(event))}
                     for event in reversed(happened[-_MOST_CLUSTER_EVENTS:])
                 ],
             ),
@@ -154,8 +154,8 @@ class JobBased(ClusterBased):
         found = snapshot.job(self.job_id)
         if found is None:
             names = ", ".join(job.job_id for job in snapshot.jobs[-5:]) or "none yet"
-            told = f"no such job: {self.job_id[:100]}; there are {names}"
-            raise self.site.missing(told, "No such job")
+            problem = f"no such job: {self.job_id[:100]}; there are {names}"
+            raise self.site.missing(problem, "No such job")
         return found
 
     @property
@@ -219,7 +219,7 @@ class JobPage(JobBased):
                 "events",
                 heading="Other events",
                 events=[
-                    {"at": clock(event["time"]), "told": sentence(dict(event))}
+                    {"at": clock(event["time"]), "sentence": sentence(dict(event))}
                     for event in _worth_telling(job, history)[:_MOST_EVENTS]
                 ],
             ),
@@ -241,8 +241,8 @@ class JobPage(JobBased):
 
 
 def _up_to_date(job: pb.JobStatus, history: JobHistory) -> pb.JobStatus:
-    """Return the status as of the newest step and incident of the streams, which are often sooner
-    than it, so that a page says one thing."""
+    """Return the status with the newest step and incident of the streams, which are often newer, so
+    that all parts of a page agree."""
     found = pb.JobStatus()
     found.CopyFrom(job)
     newest = history.recent[-1] if history.recent else None
@@ -258,9 +258,9 @@ def _up_to_date(job: pb.JobStatus, history: JobHistory) -> pb.JobStatus:
 
 
 def _worth_telling(job: pb.JobStatus, history: JobHistory) -> list[Mapping[str, Any]]:
-    """Return the events, newest first: of checkpoints the newest and the newest failure, because
-    there are many, and nothing of closed incidents and slow workers of an open one, which the page
-    shows by themselves."""
+    """Return the events to list, newest first. Of the many about checkpoints, keep only the newest
+    and the newest failure. Leave out those of closed incidents, and slow workers of an open one,
+    which the page shows elsewhere."""
     named = {(worker.node, worker.slot) for worker in job.slow_workers}
     newest = {event["event"]: event for event in history.events}
     spans = [(one["opened_at"], one["closed_at"]) for one in history.incidents.values()]
@@ -293,10 +293,10 @@ def _marks(job_id: str, job: pb.JobStatus, history: JobHistory) -> Iterator[Mark
             href=f"jobs/{job_id}/incidents/{number}",
             tone="warn" if record["outcome"] in ("recovered", "succeeded") else "bad",
         )
-    if told := open_incident(job):
+    if summary := open_incident(job):
         yield Mark(
             step=job.committed_step,
-            title=f"incident {job.incidents}, not over: {told}",
+            title=f"incident {job.incidents}, not over: {summary}",
             href=f"jobs/{job_id}/incidents/{job.incidents}",
             tone="bad",
         )
@@ -379,10 +379,10 @@ def held(changes: Sequence[Mapping[str, Any]], step_s: Mapping[int, float]) -> t
 
 
 def _held(what: str, expected_s: float | None, measured_s: float | None) -> Held:
-    told = "unknown" if expected_s is None else f"{expected_s:.3f} s"
+    expected = "unknown" if expected_s is None else f"{expected_s:.3f} s"
     return Held(
         what=what,
-        expected=told,
+        expected=expected,
         measured="unknown" if measured_s is None else f"{measured_s:.3f} s",
     )
 
@@ -404,8 +404,10 @@ class IncidentPage(JobBased):
         # An event may arrive before the status that counts it.
         most = max(self.status().incidents, *self.feed.history(0.0).incidents, 0)
         if not number.isdecimal() or len(number) > 9 or not 1 <= int(number) <= most:
-            told = f"{job_id} has had {count(most, 'incident')}; {number[:20]} is not one of them"
-            raise self.site.missing(told, "No such incident")
+            problem = (
+                f"{job_id} has had {count(most, 'incident')}; {number[:20]} is not one of them"
+            )
+            raise self.site.missing(problem, "No such incident")
         self.number = int(number)
         self.title = f"Incident {self.number} of {job_id}"
         self.key = (type(self).__name__, self.role, job_id, self.number)
@@ -422,7 +424,7 @@ class IncidentPage(JobBased):
                     "incident",
                     number=self.number,
                     record=None,
-                    told=open_incident(self.status()) if self._is_open() else "",
+                    summary=open_incident(self.status()) if self._is_open() else "",
                     later=[sentence(dict(event)) for event in history.events[-10:]],
                 )
             ]

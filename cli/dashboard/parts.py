@@ -26,15 +26,15 @@ from oobleck.host.display import inline
 class Problem(Exception):
     """Error with a text of one line that gives the reason."""
 
-    def __init__(self, status: int, told: str, heading: str = "") -> None:
+    def __init__(self, status: int, text: str, heading: str = "") -> None:
         """Make the error. `status`: HTTP status."""
-        super().__init__(told)
+        super().__init__(text)
         self.status = status
         self.heading = heading
 
 
-#: Most renderings kept, which browsers may have, and most characters of them. One of 1,000 nodes
-#: has half a million, and changes every second.
+#: Most renderings kept to compare with, and their most characters. A page of 1,000 nodes has half a
+#: million, and changes every second.
 _MOST_KEPT = 200
 MOST_CHARACTERS = 32 << 20
 #: Position of the rows in a part.

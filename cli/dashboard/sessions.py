@@ -134,7 +134,7 @@ class Session:
     #: Unix time.
     expires_at: float
     #: Message for the next page about a form's effect; empty: none.
-    told: str = ""
+    message: str = ""
 
     def proves(self, csrf: str) -> bool:
         return hmac.compare_digest(self.csrf.encode(), csrf.encode())

@@ -84,17 +84,17 @@ class Site:
         """Return the master's last answer. Raise Problem if it has never answered."""
         found, trouble = self.hub.cluster.snapshot, self.hub.cluster.trouble
         if found is None:
-            told = trouble.line if trouble is not None else "the master has not answered yet"
-            raise Problem(503, told, _NO_ANSWER)
+            problem = trouble.line if trouble is not None else "the master has not answered yet"
+            raise Problem(503, problem, _NO_ANSWER)
         return found
 
-    def missing(self, told: str, heading: str) -> Problem:
-        """Return the error that something is not in the master's last answer: it may be in the
-        next one while that answer is old."""
+    def missing(self, problem: str, heading: str) -> Problem:
+        """Return the error that something is not in the master's last answer. If that is old, the
+        thing may be in the next one, so the error is temporary."""
         if not self.hub.is_old():
-            return Problem(404, told, heading)
+            return Problem(404, problem, heading)
         at = text.short_moment(self.snapshot().at)
-        return Problem(503, f"the master is away; by the state of {at}, {told}", _NO_ANSWER)
+        return Problem(503, f"the master is away; by the state of {at}, {problem}", _NO_ANSWER)
 
     def render(self, page: Page) -> Rendering:
         page.touch()
@@ -175,8 +175,8 @@ class Guard:
     def _refusal(self, headers: Headers) -> PlainTextResponse | None:
         host = headers.get("host", "")
         if not self._is_own(without_port(host).lower()):
-            told = f"{host[:100]!r} is no name of this dashboard; its --host NAME allows one\n"
-            return PlainTextResponse(told, 421)
+            problem = f"{host[:100]!r} is no name of this dashboard; its --host NAME allows one\n"
+            return PlainTextResponse(problem, 421)
         length = headers.get("content-length", "0")
         if not length.isdecimal() or int(length) > MOST_BODY_BYTES:
             return PlainTextResponse(f"a form has at most {MOST_BODY_BYTES} bytes\n", 413)
@@ -243,14 +243,14 @@ class Web:
         self._check_origin(request)
         form = await _read_form(request)
         if not session.proves(form.get("csrf", "")):
-            told = "this form is not from a page of this session; load the page again"
-            raise Problem(403, told, "Refused")
+            problem = "this form is not from a page of this session; load the page again"
+            raise Problem(403, problem, "Refused")
         return session, form
 
     def _check_origin(self, request: Request) -> None:
         """Raise Problem for a form of another site."""
         origin, host = request.headers.get("origin"), request.headers.get("host")
-        # Browsers use https towards a proxy that has the certificate.
+        # Behind a proxy that has the certificate, browsers use https although this server does not.
         schemes = ("https",) if self.site.is_tls else ("http", "https")
         own = origin is None or origin in {f"{scheme}://{host}" for scheme in schemes}
         if not own or request.headers.get("sec-fetch-site", "none") not in ("same-origin", "none"):
@@ -288,8 +288,8 @@ class Web:
         after = inside(request.query_params.get("next"))
         session = self.session(request)
         if session is None:
-            told = f"this browser keeps no cookies; allow them for {request.url.hostname}"
-            return self._login(request, 400, told, after)
+            problem = f"this browser keeps no cookies; allow them for {request.url.hostname}"
+            return self._login(request, 400, problem, after)
         return redirect(after, session.id)
 
     async def log_out(self, request: Request) -> Response:
@@ -297,7 +297,7 @@ class Web:
         id = _id(request)
         self.site.sessions.log_out(id, self._shown(request))
         response = self._login(request, 200, "", "/")
-        # Browsers ignore insecure answers about a cookie named __Secure-.
+        # Browsers ignore cookies named __Secure- in answers that are not secure.
         secure = self.site.is_tls
         response.delete_cookie(_cookie(id, secure=secure), path=_base(id), secure=secure)
         return response
@@ -327,8 +327,8 @@ class Web:
         }
         return HTMLResponse(self.site.templates.page(template, **{**known, **values}), status)
 
-    def _login(self, request: Request, status: int, told: str, after: str) -> Response:
-        values = {"title": "Log in", "told": told, "next": after}
+    def _login(self, request: Request, status: int, problem: str, after: str) -> Response:
+        values = {"title": "Log in", "problem": problem, "next": after}
         return self.html(request, "login.html", status, session=None, **values)
 
     async def problem(self, request: Request, error: Exception) -> Response:
@@ -348,7 +348,7 @@ class Web:
             session=self.session(request),
             title=heading,
             heading=heading,
-            told=str(error),
+            problem=str(error),
         )
         if error.status == 503 and request.method == "GET":
             response.headers["Refresh"] = str(AGAIN_S)
@@ -356,8 +356,10 @@ class Web:
 
     async def http_problem(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        told = f"there is no page {request.url.path}" if error.status_code == 404 else error.detail
-        return await self.problem(request, Problem(error.status_code, told, error.detail))
+        problem = (
+            f"there is no page {request.url.path}" if error.status_code == 404 else error.detail
+        )
+        return await self.problem(request, Problem(error.status_code, problem, error.detail))
 
 
 async def _read_form(request: Request) -> dict[str, str]:

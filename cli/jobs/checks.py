@@ -36,8 +36,8 @@ def is_here(node: pb.NodeInfo) -> bool:
 def all_here(nodes: Sequence[pb.NodeInfo]) -> bool:
     """Return whether all nodes are on this machine, and so share its files. False if there are
     none."""
-    there = [node for node in nodes if node.state not in GONE]
-    return bool(there) and all(map(is_here, there))
+    live = [node for node in nodes if node.state not in GONE]
+    return bool(live) and all(map(is_here, live))
 
 
 def check_checkpoints(job: JobSpec) -> None:

@@ -79,14 +79,16 @@ def metrics(
         if not evaluations and not as_csv:
             records = _with_lost(records, lambda: connection.job(job_id), first)
         if is_data(form):
-            told = _tell_data(records, form)
+            printed_any = _print_data(records, form)
         elif as_csv:
-            told = _tell_csv(records, evaluations=evaluations)
+            printed_any = _print_csv(records, evaluations=evaluations)
         else:
             most = _ROWS if from_step is None and not follow else None
             wide = form == "wide"
-            told = _tell_table(records, most, evaluations=evaluations, wide=wide, plotted=plotted)
-    if not told:
+            printed_any = _print_table(
+                records, most, evaluations=evaluations, wide=wide, plotted=plotted
+            )
+    if not printed_any:
         what = "evaluation" if evaluations else "step"
         since = "" if from_step is None else f" from step {from_step} on"
         click.echo(f"{job_id} has no {what}{since} so far", err=True)
@@ -113,16 +115,16 @@ def _lost(job: pb.JobStatus, steps: range) -> Iterator[dict[str, Any]]:
             yield {"lost": [lost.first_step, lost.last_step], "why": lost.why}
 
 
-def _tell_data(records: Iterable[dict[str, Any]], form: Form) -> bool:
-    """Print the records; return whether there were any, as `_tell_csv` and `_tell_table` do."""
-    told = False
+def _print_data(records: Iterable[dict[str, Any]], form: Form) -> bool:
+    """Print the records; return whether there were any, as `_print_csv` and `_print_table` do."""
+    printed_any = False
     for record in records:
-        told = True
+        printed_any = True
         click.echo(entry(record, form))
-    return told
+    return printed_any
 
 
-def _tell_csv(records: Iterable[dict[str, Any]], *, evaluations: bool) -> bool:
+def _print_csv(records: Iterable[dict[str, Any]], *, evaluations: bool) -> bool:
     keys: list[str] = []
     for record in records:
         if not keys:
@@ -132,7 +134,7 @@ def _tell_csv(records: Iterable[dict[str, Any]], *, evaluations: bool) -> bool:
     return bool(keys)
 
 
-def _tell_table(
+def _print_table(
     records: Iterable[dict[str, Any]],
     most: int | None,
     *,
@@ -143,15 +145,15 @@ def _tell_table(
     """Print the last `most` rows; None: all, as they arrive. Return whether there were any."""
     last: deque[dict[str, Any]] = deque(maxlen=most)
     losses: list[tuple[int, float]] = []
-    told = False
+    printed_any = False
     for record in records:
         if most is not None:
             last.append(record)
         else:
-            if not told:
+            if not printed_any:
                 click.echo(head(evaluations=evaluations, wide=wide))
             click.echo(row(record, evaluations=evaluations, wide=wide))
-        told = True
+        printed_any = True
         if plotted and record.get("loss") is not None:
             losses.append((record["step"], record["loss"]))
     if last:
@@ -160,4 +162,4 @@ def _tell_table(
     if losses:
         width = shutil.get_terminal_size().columns - 1 if sys.stdout.isatty() else _WIDTH
         click.echo("\n" + plot(losses, width=width))
-    return told
+    return printed_any

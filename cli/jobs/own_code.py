@@ -17,7 +17,7 @@ from pathlib import Path
 import click
 
 from oobleck.cli.client import MasterClient
-from oobleck.cli.output.progress import said_if_long
+from oobleck.cli.output.progress import shown_if_long
 from oobleck.core.job.code import Json
 from oobleck.core.job.file import format_job
 from oobleck.core.job.model import ModelSpec, OwnModelSpec
@@ -141,8 +141,8 @@ def look_at(job: JobSpec, *, always: bool = False) -> Found:
     evaluation = job.evaluation
     looked_at = evaluation if evaluation and evaluation.data and evaluation.data.code else None
     unknown = dataclasses.replace(_given(job, dict.fromkeys(_OWN, "")), evaluation=looked_at)
-    told = "checking the code of the job, in a process that loads torch"
-    with unpacked(unknown) as here, closing(Marker()) as marker, said_if_long(told):
+    line = "checking the code of the job, in a process that loads torch"
+    with unpacked(unknown) as here, closing(Marker()) as marker, shown_if_long(line):
         ended = subprocess.run(
             [*with_parent(_MODULE), *(["--always"] if always else []), str(marker.fd)],
             input=format_job(here),

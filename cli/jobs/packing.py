@@ -1,7 +1,7 @@
 """Packing of the code beside a job file into a wheel that goes with the job.
 
-Code travels if more nodes take it than allow its folder; else, and where all nodes are on this
-machine, it stays and is read in place. Data, checkpoints and whatever else is no code stay too.
+Code travels if more nodes accept it than allow its folder. Otherwise, and if all nodes are on this
+machine, it is read in place. Data, checkpoints and all else that is not code stay.
 """
 
 import dataclasses
@@ -50,7 +50,7 @@ _MARKERS = ("pyvenv.cfg", ".safetensors", JOURNAL, "ca.crt")
 _METADATA = "oobleck_job-0.dist-info/WHEEL"
 _TAGS = "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
 #: Most names of files in each list of the line about them.
-_NAMES_TOLD = 3
+_NAMES_SHOWN = 3
 
 
 @contextmanager
@@ -73,7 +73,7 @@ def packed(
         return
     found = find(base, stays=_paths_of(job))
     content = wheel_of(found)
-    say(_told(found, base))
+    say(_summary(found, base))
     with tempfile.TemporaryDirectory(prefix="oobleck-") as folder:
         path = Path(folder) / "job.whl"
         path.write_bytes(content)
@@ -92,25 +92,25 @@ def carried(job: JobSpec, folder: str, wheel: str) -> JobSpec:
 
 
 def _travels(code: Code, base: Path, nodes: Sequence[pb.NodeInfo]) -> bool:
-    """Return whether code in the folder `base` has to come with the job, so that most nodes run
-    it."""
-    there = [node for node in nodes if node.state not in (*GONE, "disconnected")]
-    known = [policy for node in there if (policy := read_code(node))]
-    if there and not known:  # agents or a master of an earlier release
+    """Return whether sending the code in the folder `base` with the job lets more nodes run it."""
+    live = [node for node in nodes if node.state not in (*GONE, "disconnected")]
+    known = [policy for node in live if (policy := read_code(node))]
+    if live and not known:  # agents or a master of an earlier release
         return False
     folders = [dataclasses.replace(code, path=path) for path in (str(base), os.path.realpath(base))]
     allowing = [any(is_allowed(folder, one.allows) for folder in folders) for one in known]
     if all_here(nodes) and all(allowing):
         return False
     accepting = sum(one.accepts for one in known)
-    # A node that allows any folder does not say that it has this one.
+    # A node that allows any folder need not have this one, so it counts only as accepting.
     in_place = sum(
         allowed and not (one.accepts and ANY in one.allows)
         for one, allowed in zip(known, allowing, strict=True)
     )
     if accepting or in_place:
         return accepting > in_place
-    # Links on a node may lead from the folder to one that it allows.
+    # No node accepts or allows it; send it if no node refuses: links there may lead to an allowed
+    # folder.
     return all(one.why_not([code], brought=False) for one in known)
 
 
@@ -123,8 +123,8 @@ def _paths_of(job: JobSpec) -> frozenset[str]:
     return frozenset(path for path in paths if path is not None)
 
 
-def _told(found: "Found", folder: Path) -> str:
-    """Return a line about what is packed of the folder, and what is not."""
+def _summary(found: "Found", folder: Path) -> str:
+    """Return a line about the packed and the omitted files of the folder."""
     others = [name for name in found.files if not name.endswith(_PYTHON)]
     besides = f" (not Python: {_first(others)})" if others else ""
     left = f"; left out: {_first(found.left)}" if found.left else ""
@@ -133,8 +133,8 @@ def _told(found: "Found", folder: Path) -> str:
 
 
 def _first(names: Sequence[str]) -> str:
-    more = len(names) - _NAMES_TOLD
-    return ", ".join(names[:_NAMES_TOLD]) + (f" and {more} more" if more > 0 else "")
+    more = len(names) - _NAMES_SHOWN
+    return ", ".join(names[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -143,7 +143,8 @@ class Found:
 
     #: Content by path below the folder.
     files: dict[str, bytes] = field(default_factory=dict)
-    #: Files and folders that are not packed, but hidden ones and caches; folders end with a slash.
+    #: Files and folders that are not packed, except hidden ones and caches; folders end with a
+    #: slash.
     left: list[str] = field(default_factory=list)
 
     @property

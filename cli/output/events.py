@@ -19,7 +19,7 @@ def event_line(record: dict[str, Any], width: int | None = None) -> str:
 
 
 def _began(record: dict[str, Any]) -> str:
-    """Return the time that a line about the event shows: of an incident, that of its begin."""
+    """Return the time to show for the event; for an incident, that of its begin."""
     return clock(float(record["opened_at" if "opened_at" in record else "time"]))
 
 
@@ -128,8 +128,8 @@ def sentence(record: dict[str, Any]) -> str:
         case {"event": "adopted", "nodes": nodes}:
             return f"adopted with {count(len(nodes), 'node')}, which trained it for another master"
         case {"event": "records_differ", "step": step, "nodes": nodes, "fields": fields}:
-            told = f"{' and '.join(nodes)} report different values of step {step}"
-            return f"{told}: {', '.join(fields)}"
+            sentence = f"{' and '.join(nodes)} report different values of step {step}"
+            return f"{sentence}: {', '.join(fields)}"
         case {"event": "submitted" | "succeeded" | "cancelled" as event}:
             return str(event)
         case _:
@@ -189,7 +189,7 @@ def _reconfigured(record: dict[str, Any]) -> str:
 
 
 def _change(record: dict[str, Any]) -> str:
-    """Say who no longer takes part, who does so now, or why the same ones work differently."""
+    """Describe which nodes leave, join or return, or else why the same nodes have a new plan."""
     lost, again = record.get("nodes_lost", []), record.get("nodes_again", [])
     before, after = {*lost}, {*record.get("nodes_joined", [])}
     if "pipelines_after" in record:
@@ -199,12 +199,12 @@ def _change(record: dict[str, Any]) -> str:
     workers = record.get("workers_lost", [])
     parts = []
     if gone or (workers and not lost):
-        who = (
+        change = (
             f"without {comma_separated(gone)}"
             if gone
             else f"after {comma_separated(workers)} ended"
         )
-        parts.append(f"goes on {who}" + (f", with {comma_separated(new)}" if new else ""))
+        parts.append(f"goes on {change}" + (f", with {comma_separated(new)}" if new else ""))
     elif new:
         parts.append(f"{comma_separated(new)} {_takes(new)} part")
     if back:
@@ -351,22 +351,22 @@ def _slow(record: dict[str, Any]) -> Iterator[tuple[str, str]]:
     began, slow, answers = record["opened_at"], record["slow"], record["attempts"]
     for number, one in enumerate(slow[:_MOST_LISTED]):
         per_step = f"{one['step_s']:.3f} s a step instead of {one['usual_s']:.3f} s"
-        told = f"{one['worker']} at {one['rate']:.2f} of the others' pace, {per_step}"
-        told += f", for {one['until'] - one['since']:.1f} s" + ", then normal" * one["well"]
-        yield ("slow" if number == 0 else ""), f"{_after(one['since'] - began)} {told}"
+        facts = f"{one['worker']} at {one['rate']:.2f} of the others' pace, {per_step}"
+        facts += f", for {one['until'] - one['since']:.1f} s" + ", then normal" * one["well"]
+        yield ("slow" if number == 0 else ""), f"{_after(one['since'] - began)} {facts}"
     if len(slow) > _MOST_LISTED:
         yield "", f"and {len(slow) - _MOST_LISTED} more"
     if not answers:
         yield "answered", "with no plan"
     for number, answer in enumerate(answers[-_MOST_LISTED:]):
-        told = f"generation {answer['generation']}, {answer['policy']}: {answer['reason']}"
-        yield ("answered" if number == 0 else ""), told
+        line = f"generation {answer['generation']}, {answer['policy']}: {answer['reason']}"
+        yield ("answered" if number == 0 else ""), line
     if len(answers) > _MOST_LISTED:
         yield "", f"and {len(answers) - _MOST_LISTED} before"
 
 
 def _witness(seen: dict[str, Any]) -> str:
-    who = {
+    observer = {
         "agent": f"agent of {seen['observer']}",
         "peer": f"peer {seen['observer']}",
         "worker": f"worker {seen['observer']} itself",
@@ -375,7 +375,7 @@ def _witness(seen: dict[str, Any]) -> str:
         "progress": "master, by lack of progress",
     }.get(seen["by"], f"{seen['by']} {seen['observer']}")
     about = f"{seen['about']}: " if seen["by"] == "stream" else ""
-    return f"{who}: {about}{_one_line(seen['saw'])}"
+    return f"{observer}: {about}{_one_line(seen['saw'])}"
 
 
 def _one_line(text: str) -> str:

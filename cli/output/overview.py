@@ -1,6 +1,6 @@
-"""The whole cluster at a glance: jobs that have not ended, then nodes that need a look.
+"""Overview of the cluster: jobs that have not ended, then nodes that need attention.
 
-Ended jobs, and the nodes of a large cluster that are as they should be, are counts. Pure.
+Ended jobs, and normal nodes of a large cluster, are only counted. Pure.
 """
 
 from collections import Counter
@@ -56,11 +56,11 @@ def _is_odd(node: pb.NodeInfo) -> bool:
 
 def _counted(nodes: Sequence[pb.NodeInfo], unlisted: int) -> str:
     """Count the nodes by state and job. `unlisted`: how many need a look and are not listed."""
-    told = _counts(
+    counts = _counts(
         f"{node.state} in {node.job_id}" if node.job_id else node.state for node in nodes
     )
     more = f"; {unlisted} more need a look" if unlisted > 0 else ""
-    return f"{count(len(nodes), 'node')}: {told}{more} ({_ALL} lists them)"
+    return f"{count(len(nodes), 'node')}: {counts}{more} ({_ALL} lists them)"
 
 
 def _counts(words: Iterable[str]) -> str:

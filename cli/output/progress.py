@@ -13,12 +13,12 @@ from oobleck.cli.output.table import cut
 from oobleck.host.display import inline
 
 _BAR = 20
-#: Time after which somebody at a terminal is told what takes so long.
+#: Time after which a terminal shows what takes so long.
 _SILENT_S = 1.0
 
 
 @contextmanager
-def said_if_long(line: str) -> Iterator[None]:
+def shown_if_long(line: str) -> Iterator[None]:
     """Print `line` to standard error, if that is a terminal and the block takes longer than a
     second."""
 
@@ -75,7 +75,7 @@ class Progress:
         self._tell = tell
         self._width = max(map(len, names))
         self._number = len(names)
-        #: Work that is done now, by host.
+        #: Current work, by host.
         self._doing: dict[str, str] = {}
         self._done = self._failed = 0
 

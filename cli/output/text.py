@@ -82,9 +82,9 @@ def moment(unix: float) -> str:
 
 def short_moment(unix: float) -> str:
     """Format a moment of today without its date."""
-    told = moment(unix)
+    full = moment(unix)
     today = time.strftime("%Y-%m-%d ")
-    return told.removeprefix(today)
+    return full.removeprefix(today)
 
 
 def ago(unix: float) -> str:
@@ -243,8 +243,8 @@ def node_text(node: pb.NodeInfo, width: int | None = None) -> str:
 
 def versions_note(nodes: Iterable[pb.NodeInfo]) -> str:
     """Return how versions differ between connected nodes; empty if they do not."""
-    there = (node for node in nodes if node.state not in GONE)
-    found = differences((node.node, Versions(**plain(node.versions))) for node in there)
+    live = (node for node in nodes if node.state not in GONE)
+    found = differences((node.node, Versions(**plain(node.versions))) for node in live)
     return f"versions differ: {inline(described(found))}" if found else ""
 
 

@@ -37,7 +37,7 @@ def goodput(job_id: str, master: Endpoint, costs: bool, form: "Form") -> None:
 
     with MasterClient(master) as connection:
         # Events first: each is about steps that the metrics have by then.
-        events = [json.loads(told.json) for told in connection.events(job_id, follow=False)]
+        events = [json.loads(record.json) for record in connection.events(job_id, follow=False)]
         metrics = [*map(json.loads, connection.metrics(job_id, follow=False))]
         if costs:
             click.echo(json.dumps(_costs(connection, job_id, events, metrics), indent=2))

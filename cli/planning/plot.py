@@ -9,7 +9,7 @@ from oobleck.planner.simulate.replay import Setting
 
 def plot_comparison(found: Comparison, setting: Setting, path: Path) -> None:
     """Write the plot. Raises CommandFailed."""
-    # Without pyplot, so that no display is looked for.
+    # Not pyplot, which would look for a display.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 6), layout="constrained")

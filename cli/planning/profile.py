@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from oobleck.cli.client import MasterClient
     from oobleck.core.profile import LayerProfile, Profile
 
-#: Two, so that there is a link to measure.
+#: Nodes of a cluster on this machine: two, so that there is a link to measure.
 _LOCAL_NODES = 2
 #: Most steps of a timeline; viewers cannot show larger files.
 _MOST_STEPS = 100
@@ -136,7 +136,7 @@ def profile(
     if master is None:
         check_inputs(job)
     with interrupts(), _measuring_master(master) as found:
-        # gRPC starts after the daemons: a fork beside its threads is unsafe.
+        # Import gRPC only after starting the daemons: a fork beside its threads is unsafe.
         from oobleck.cli.client import MasterClient
         from oobleck.cli.jobs.follow import AWAY_S
 
@@ -194,11 +194,11 @@ def _check_output(option: str, output: Path) -> None:
     """Check before the measurement that the file can be written. Raise CommandFailed."""
     if not output.absolute().parent.is_dir():
         raise CommandFailed(f"{option} {output}: its folder does not exist; make it first", USAGE)
-    there = os.path.lexists(output)
+    existed = os.path.lexists(output)
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         os.close(os.open(output, flags, 0o666))
-        if not there:
+        if not existed:
             output.unlink()
     except OSError as error:
         raise CommandFailed(
@@ -240,11 +240,11 @@ def _await_profile(connection: "MasterClient", job_id: str, patience_s: float) -
     from oobleck.cli.jobs.follow import follow_status
     from oobleck.cli.output.text import ENDED
 
-    told = ""
+    shown = ""
     for status in follow_status(connection, job_id, _say, patience_s=patience_s):
         line = f"{status.state}: {status.reason}" if status.reason else status.state
-        if line != told:
-            told = line
+        if line != shown:
+            shown = line
             _say(line)
         if status.state in ENDED and status.state != "succeeded":
             raise CommandFailed(line, FAILED)

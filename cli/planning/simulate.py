@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 #: Seconds of silence before progress is shown.
 _QUIET_S = 2.0
-#: Figures of each setting that --search tells, beside its objective.
+#: Figures that --search prints for each setting, beside its objective.
 _SEARCHED = ("samples_per_s", "goodput", "returns", "lost_guarantee_s")
 _POLICIES: tuple[RecoveryPolicy, ...] = get_args(RecoveryPolicy)
 
@@ -393,7 +393,8 @@ def _compare(setting: "Setting", policies: Sequence[RecoveryPolicy]) -> "Compari
 
 
 def _progress(until_s: float) -> tuple[Callable[[str, float], None], Callable[[], None]]:
-    """Return what shows progress on a terminal once the replay takes long, and what clears it."""
+    """Return a function that shows progress on a terminal if the replay takes long, and one that
+    clears it."""
     began, shown = time.monotonic(), [0.0]
     terminal = sys.stderr is not None and sys.stderr.isatty()
 
@@ -413,7 +414,7 @@ def _progress(until_s: float) -> tuple[Callable[[str, float], None], Callable[[]
 
 
 def simulation_text(data: dict[str, Any], width: int | None = None) -> str:
-    """Return the table of policies, the bounds, and why policies could not go on."""
+    """Return the table of policies, the bounds, and why policies failed."""
     from oobleck.cli.output.table import folded, table
     from oobleck.host.display import printable
 

@@ -124,7 +124,7 @@ def jobs(master: Endpoint, watch_s: float | None, form: "Form") -> None:
 # ---- oobleck events
 
 
-#: A time of day without a date means its last occurrence.
+#: Time of day without a date, which means its last occurrence.
 _CLOCK = re.compile(r"(\d\d?):(\d\d(?::\d\d)?)")
 
 
@@ -212,9 +212,9 @@ def events(
             raise click.UsageError(
                 "--policies excludes -f, --since and --incidents; leave them out"
             )
-        return _tell_policies(job_id or "", master, form)
+        return _print_policies(job_id or "", master, form)
     coloured = wants_colour()
-    told = 0
+    printed = 0
     with MasterClient(master) as connection:
         asked = job_id or ""
         records = (
@@ -227,7 +227,7 @@ def events(
                 continue
             if since is not None and log_time(event["time"]) < since:
                 continue
-            told += 1
+            printed += 1
             width = None if form == "wide" else terminal_width()
             if is_data(form):
                 click.echo(entry(event, form))
@@ -238,7 +238,7 @@ def events(
                 click.echo(block, color=coloured)
             else:
                 click.echo(event_line(event, width))
-    if incidents and told == 0:
+    if incidents and printed == 0:
         when = " since then" if since is not None else ""
         click.echo(
             f"no incident of {job_id} is closed{when}; 'oobleck status {job_id}' names an open one",
@@ -246,15 +246,15 @@ def events(
         )
 
 
-def _tell_policies(job_id: str, master: Endpoint, form: "Form") -> None:
+def _print_policies(job_id: str, master: Endpoint, form: "Form") -> None:
     from oobleck.cli.client import MasterClient
     from oobleck.cli.output.table import terminal_width
     from oobleck.cli.output.text import entry, is_data
     from oobleck.cli.view.predicted import predicted, predicted_table
 
     with MasterClient(master) as connection:
-        told = [json.loads(one.json) for one in connection.events(job_id, follow=False)]
-        found = predicted(told, map(json.loads, connection.metrics(job_id, follow=False)))
+        events = [json.loads(one.json) for one in connection.events(job_id, follow=False)]
+        found = predicted(events, map(json.loads, connection.metrics(job_id, follow=False)))
     if is_data(form):
         for one in found:
             click.echo(entry(one.data(), form))
@@ -338,7 +338,7 @@ def logs(
     from oobleck.cli.output import text
     from oobleck.cli.output.text import entry, is_data
 
-    def found(lines: "Iterable[pb.LogLine]") -> "Iterator[pb.LogLine]":
+    def matching(lines: "Iterable[pb.LogLine]") -> "Iterator[pb.LogLine]":
         return (line for line in lines if grep is None or grep.search(line.line))
 
     def show(lines: "Iterable[pb.LogLine]") -> None:
@@ -347,8 +347,8 @@ def logs(
                 click.echo(entry(text.plain(line), form))
                 continue
             at = f"{line.time}  " if form == "wide" else ""
-            told = f"{at}{line.node}/{line.slot}  {line.line}"
-            click.echo(told if raw else inline(told), color=raw or None)
+            text_line = f"{at}{line.node}/{line.slot}  {line.line}"
+            click.echo(text_line if raw else inline(text_line), color=raw or None)
 
     with MasterClient(master) as connection:
         if node is not None and node not in (known := _nodes_of(connection, job_id)):
@@ -356,17 +356,17 @@ def logs(
             problem = f"no such node in this job: {node}; it has {names}"
             raise CommandFailed(problem, NO_SUCH_THING)
         since = since or ""
-        told = LogPosition(time=since)
+        position = LogPosition(time=since)
         if tail is not None or not follow:
             past = connection.logs(job_id, follow=False, node=node, rank=rank, since=since)
-            show(_last(found(_noted(past, told)), tail))
+            show(_last(matching(_noted(past, position)), tail))
         if follow:
-            show(found(follow_logs(connection, job_id, node=node, rank=rank, behind=told)))
+            show(matching(follow_logs(connection, job_id, node=node, rank=rank, behind=position)))
 
 
-def _noted(lines: "Iterable[pb.LogLine]", told: "LogPosition") -> "Iterator[pb.LogLine]":
+def _noted(lines: "Iterable[pb.LogLine]", position: "LogPosition") -> "Iterator[pb.LogLine]":
     for line in lines:
-        if told.is_new(line):
+        if position.is_new(line):
             yield line
 
 

@@ -209,9 +209,10 @@ def _about_key(host: Host, key: str, known: list[str], access: Access) -> str:
 # ---- concurrent work on many hosts, and a line for each result
 
 
-#: Is told what is done on a host now.
+#: Receives the current work on a host, for display.
 Say = Callable[[str], None]
-#: Returns the changes in words; empty: the host was up to date. Raises HostFailed.
+#: Does the work on a host; returns descriptions of the changes; empty: the host was up to date.
+#: Raises HostFailed.
 Work = Callable[[Host, Say], Awaitable[Sequence[str]]]
 
 
@@ -224,7 +225,7 @@ class Outcome:
     seconds: float
 
     @property
-    def told(self) -> str:
+    def summary(self) -> str:
         took = f" in {self.seconds:.1f} s" if self.done else ""
         text = f"FAILED: {self.problem}" if self.problem else ", ".join(self.done) or "as it was"
         return f"{text}{took}" if not self.problem else text
@@ -256,7 +257,7 @@ async def on_each(
                 host=host, done=done, problem=problem, seconds=time.monotonic() - start
             )
         if not as_json:
-            progress.ended(host.name, f"{host}  {outcome.told}", failed=bool(problem))
+            progress.ended(host.name, f"{host}  {outcome.summary}", failed=bool(problem))
         return outcome
 
     async with asyncio.TaskGroup() as tasks:
@@ -283,8 +284,8 @@ def summarise(outcomes: Sequence[Outcome], seconds: float, *, as_json: bool) -> 
         click.echo(json.dumps({"hosts": found, "seconds": round(seconds, 3)}, indent=2))
         return
     failed = sum(bool(outcome.problem) for outcome in outcomes)
-    told = f", {failed} failed" if failed else ""
-    click.echo(f"{count(len(outcomes), 'host')}{told}, in {seconds:.1f} s")
+    failures = f", {failed} failed" if failed else ""
+    click.echo(f"{count(len(outcomes), 'host')}{failures}, in {seconds:.1f} s")
 
 
 def exit_code(outcomes: Sequence[Outcome]) -> int:

@@ -161,16 +161,16 @@ def look(at: Place, key: str, agent: dict[str, Any]) -> dict[str, Any]:
             f"{sys.executable} ({platform.python_version()}) cannot make a virtual environment; "
             "install python3-venv there, or name another with --python"
         )
-    there = at.folder
-    while not there.exists():
-        there = there.parent
-    _check_reach(at, there)
+    nearest = at.folder
+    while not nearest.exists():
+        nearest = nearest.parent
+    _check_reach(at, nearest)
     mine = at.state.exists() and _name(at.state.stat().st_uid) == at.user
     recorded = _recorded(at)
     wanted = _wanted(at, key, agent)
     return {
         "folder": str(at.folder),
-        "free_bytes": shutil.disk_usage(there).free,
+        "free_bytes": shutil.disk_usage(nearest).free,
         "wheels": [f"{path.parent.name}/{path.name}" for path in at.folder.glob("wheels/*/*.whl")],
         "installed": (at.folder / "venvs" / key / "whole").exists(),
         "certificate": _text(at.credentials / "client.crt") if mine else "",
@@ -180,11 +180,11 @@ def look(at: Place, key: str, agent: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _check_reach(at: Place, there: Path) -> None:
+def _check_reach(at: Place, folder: Path) -> None:
     """Raise Refused if the agent's user has no access to the programs or to Python."""
     if not at.is_demoted:
         return
-    for path, option in ((there, "--directory"), (Path(sys.executable).resolve(), "--python")):
+    for path, option in ((folder, "--directory"), (Path(sys.executable).resolve(), "--python")):
         for one in (path, *path.parents):
             if not one.stat().st_mode & stat.S_IXOTH:
                 raise Refused(

@@ -1,8 +1,8 @@
-"""Restarts of agents a few at a time, so that training goes on meanwhile.
+"""Restarts of agents, a few at a time, while training goes on.
 
-The master drains each node first, which costs no step, and refuses where a job cannot spare it. The
-next node's turn comes when this one takes part again. The first that does not ends the roll. A node
-that was taken out before stays so, with its reason.
+The master drains each node first, which costs no step, and refuses if a job cannot spare it. The
+next node follows once this one takes part again. The first node that does not ends the roll. A node
+that an operator had drained before stays drained, with its reason.
 """
 
 import asyncio
@@ -20,8 +20,8 @@ REASON = "oobleck up --rolling restarts its agent"
 #: Longest time until a node is drained, and until it takes part again.
 DRAINED_S = 600.0
 BACK_S = 900.0
-#: Longest time that a node is kept by a job, once no other one is about to return. The job may be
-#: taking in the last one still.
+#: Longest wait for a job to release a node once no other node is about to return: the job may still
+#: be taking in the last one.
 KEPT_S = 15.0
 _POLL_S = 0.5
 #: States of nodes that are taken out, and of those without work.
@@ -44,8 +44,8 @@ class Rolling:
 
     @asynccontextmanager
     async def turn(self, name: str, say: Callable[[str], None]) -> AsyncIterator[None]:
-        """Wait for the node's turn and drain it; after the block wait until it takes part. Raise
-        HostFailed."""
+        """Wait for the node's turn, and drain it; after the block wait until it takes part again.
+        Raise HostFailed."""
         say("waiting for its turn")
         async with self._turns:
             if self._ended_at:
@@ -68,7 +68,7 @@ class Rolling:
 
     @asynccontextmanager
     async def _drained(self, name: str, say: Callable[[str], None]) -> AsyncIterator[None]:
-        """Have no work on the node during the block. A node that was taken out before stays so."""
+        """Keep the node drained during the block. A node that was drained before stays drained."""
         info = await self._node(name)
         ours = info.state not in (*_OUT, *_IDLE)
         say("draining")

@@ -44,7 +44,7 @@ _POLL_S = 0.3
 _LOOK_S = 2.0
 #: Options of agents that only `up` may give.
 _OURS = ("--master", "--name", "--credentials", "--token-file", "--insecure")
-#: Options about code of jobs, and what is said without any.
+#: Options about code of jobs.
 _CODE = ("--accept-code", "--no-accept-code", "--allow-code")
 _NO_CODE = (
     "note: these agents run no code that comes with jobs; 'oobleck up {file} -- --accept-code' "
@@ -228,12 +228,12 @@ class _Bringing:
 
         say("connecting")
         try:
-            async with connected(host, self.access) as there:
-                return await self._steps(host, there, say)
+            async with connected(host, self.access) as connection:
+                return await self._steps(host, connection, say)
         except CommandFailed as failed:  # from the master
             raise HostFailed(failed.format_message()) from failed
 
-    async def _steps(self, host: Host, there: "Connection", say: "Say") -> list[str]:
+    async def _steps(self, host: Host, connection: "Connection", say: "Say") -> list[str]:
         key = self.payload.key
         options = ["--master", str(self.endpoint), "--name", host.name, *host.agent_options]
         agent = {
@@ -241,7 +241,7 @@ class _Bringing:
             "unit": shipped(UNIT),
             "writable": list(self.writable),
         }
-        found = await there.call("look", key=key, agent=agent)
+        found = await connection.call("look", key=key, agent=agent)
         done = []
         if not found["installed"]:
             wheels = [wheel for wheel in self.payload.wheels if wheel.place not in found["wheels"]]
@@ -250,12 +250,12 @@ class _Bringing:
             done.append("installed")
             if not self.dry_run:
                 say("installing")
-                await self._install(there, found["folder"], wheels)
+                await self._install(connection, found["folder"], wheels)
         if not self._has_joined(host, found):
             await self._check_name(host, found)
             done.append("joined")
             if not self.dry_run:
-                await self._join(host, there)
+                await self._join(host, connection)
         if not (found["same"] and found["pid"] and not done):
             done.append("started" if not found["pid"] else "started anew")
         if self.dry_run:
@@ -265,8 +265,8 @@ class _Bringing:
             turn = self.rolling.turn(host.name, say)
         async with turn:
             say("starting")
-            started = await there.call("start", key=key, agent=agent)
-            await self._await_known(host, there, started)
+            started = await connection.call("start", key=key, agent=agent)
+            await self._await_known(host, connection, started)
         return done
 
     def _check_room(self, found: dict[str, Any]) -> None:
@@ -283,11 +283,11 @@ class _Bringing:
                 "--directory"
             )
 
-    async def _install(self, there: "Connection", folder: str, wheels: Sequence[Any]) -> None:
-        await there.call("make")
+    async def _install(self, connection: "Connection", folder: str, wheels: Sequence[Any]) -> None:
+        await connection.call("make")
         for wheel in wheels:
-            await there.put(wheel.path, f"{folder}/wheels/{wheel.place}")
-        await there.call(
+            await connection.put(wheel.path, f"{folder}/wheels/{wheel.place}")
+        await connection.call(
             "install",
             key=self.payload.key,
             wheels=[wheel.place for wheel in self.payload.wheels],
@@ -320,11 +320,11 @@ class _Bringing:
                 "this host another name="
             )
 
-    async def _join(self, host: Host, there: "Connection") -> None:
+    async def _join(self, host: Host, connection: "Connection") -> None:
         token = await asyncio.to_thread(
             make_token, self.roll.master, role="agent", name=host.name, ttl_s=_TOKEN_S
         )
-        await there.call(
+        await connection.call(
             "join",
             key=self.payload.key,
             master=str(self.endpoint),
@@ -332,14 +332,16 @@ class _Bringing:
             token=token,
         )
 
-    async def _await_known(self, host: Host, there: "Connection", agent: dict[str, Any]) -> None:
+    async def _await_known(
+        self, host: Host, connection: "Connection", agent: dict[str, Any]
+    ) -> None:
         """Wait until the master knows the agent. Raise HostFailed."""
 
         deadline = time.monotonic() + _KNOWN_S
         look_at = time.monotonic() + _LOOK_S
         while agent["pid"] == 0 or (await self.roll.pid_of(host.name))[0] != agent["pid"]:
             if time.monotonic() > look_at:
-                agent = await there.call("state")
+                agent = await connection.call("state")
                 look_at = time.monotonic() + _LOOK_S
             log = f"{agent['log']} there: {inline(agent['last'])}"
             if not agent["pid"]:
@@ -401,7 +403,7 @@ class _Ending:
         from oobleck.cli.ssh.connection import connected
 
         say("connecting")
-        async with connected(host, self.access) as there:
+        async with connected(host, self.access) as connection:
             say("ending" if self.now else "draining")
-            done = await there.call("stop", now=self.now, purge=self.purge)
+            done = await connection.call("stop", now=self.now, purge=self.purge)
         return [word for word in ("stopped", "purged") if done[word]]

@@ -216,10 +216,10 @@ class Page(App[int]):
             self._shown[name] = shown
             self._lines[name].update(shown)
 
-    def _say(self, told: str, style: str = "") -> None:
+    def _say(self, message: str, style: str = "") -> None:
         """Show the result of a key in one line."""
         self._said_at = time.monotonic()
-        self._write("said", panes.fitted(((inline(told), style),), self.size.width))
+        self._write("said", panes.fitted(((inline(message), style),), self.size.width))
 
     # ---- keys
 
@@ -305,10 +305,10 @@ class Page(App[int]):
 
         def run() -> None:
             try:
-                told, style = change(), ""
+                message, style = change(), ""
             except CommandFailed as failed:
-                told, style = failed.format_message(), "bold red"
-            self.call_from_thread(self._say, told, style)
+                message, style = failed.format_message(), "bold red"
+            self.call_from_thread(self._say, message, style)
 
         self.run_worker(run, thread=True, exit_on_error=False)
 

@@ -58,12 +58,12 @@ class TensorBoard:
         self._file.close()
 
     def _scalars(self, record: dict[str, Any], numbers: dict[str, float]) -> None:
-        told = [
+        values = [
             summary_pb2.Summary.Value(tag=name, simple_value=number)
             for name, number in numbers.items()
         ]
         event = event_pb2.Event(wall_time=record["time"], step=record["step"])
-        event.summary.value.extend(told)
+        event.summary.value.extend(values)
         self._put(event)
 
     def _text(self, item: Item) -> None:

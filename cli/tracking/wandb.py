@@ -27,7 +27,7 @@ class WandB:
         self._lock = open_locked(folder / "wandb.lock")
         shutil.rmtree(folder / "wandb", ignore_errors=True)
         self.written = Written()
-        # Statistics of this process say nothing about the job.
+        # Without statistics of this process, which is not the job's.
         settings = wandb.Settings(
             silent=True,
             console="off",
@@ -53,11 +53,11 @@ class WandB:
         match item.kind:
             case "step":
                 self._step, self._events = record["step"], []
-                told = {**step_numbers(record), "_timestamp": record["time"]}
-                self._run.log(told, step=self._step)
+                values = {**step_numbers(record), "_timestamp": record["time"]}
+                self._run.log(values, step=self._step)
             case "evaluation":
-                told = {**evaluation_numbers(record), "evaluation/step": record["step"]}
-                self._run.log(told, step=self._step)
+                values = {**evaluation_numbers(record), "evaluation/step": record["step"]}
+                self._run.log(values, step=self._step)
             case "event":
                 self._events.append(event_text(record))
                 self._run.log({"events": "\n".join(self._events)}, step=self._step)

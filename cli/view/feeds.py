@@ -64,7 +64,7 @@ class Following:
         self._thread.start()
 
     def heard(self) -> None:
-        """Note that something has arrived, so the trouble is over."""
+        """Note that something has arrived, which ends any trouble."""
         self.trouble = None
 
     def close(self) -> None:
@@ -227,8 +227,8 @@ class ClusterEvent:
     for_operators: bool
 
     @classmethod
-    def of(cls, told: pb.EventRecord) -> "ClusterEvent":
-        return cls(record=json.loads(told.json), for_operators=told.for_operators)
+    def of(cls, message: pb.EventRecord) -> "ClusterEvent":
+        return cls(record=json.loads(message.json), for_operators=message.for_operators)
 
 
 class EventFeed:
@@ -256,16 +256,16 @@ class EventFeed:
             return tuple(self._events)
 
     def _read(self, client: MasterClient) -> None:
-        # The past replaces what is known: a restored master may know less.
-        past = [ClusterEvent.of(told) for told in client.events("", follow=False)]
+        # Replace known events by the past ones: a restored master may have fewer.
+        past = [ClusterEvent.of(message) for message in client.events("", follow=False)]
         last = past[-1].record["id"] if past else 0
         self.following.heard()
         with self._lock:
             self._events = deque(past, MOST_EVENTS)
             self.version += 1
-        for told in client.events("", follow=True):
+        for message in client.events("", follow=True):
             self.following.heard()
-            event = ClusterEvent.of(told)
+            event = ClusterEvent.of(message)
             if event.record["id"] > last:
                 with self._lock:
                     self._events.append(event)
@@ -304,7 +304,7 @@ class JobFeed:
         self._series = Series()
         self._from_step = max(1, recorded_step - steps + 1)
         self._events = deque[Mapping[str, Any]](maxlen=MOST_EVENTS)
-        self._told = 0
+        self._last_id = 0
         self._incidents: dict[int, Mapping[str, Any]] = {}
         self._changes = deque[Mapping[str, Any]](maxlen=_MOST_CHANGES)
         self._step_s: dict[int, deque[float]] = {}
@@ -357,13 +357,13 @@ class JobFeed:
         self._step_s[generation].append(float(record.get("step_seconds", 0.0)))
 
     def _read_events(self, client: MasterClient) -> None:
-        for told in client.events(self.job_id, follow=True):
+        for message in client.events(self.job_id, follow=True):
             self.happenings.heard()
-            record = json.loads(told.json)
-            if record["id"] <= self._told:  # repeated after the master's restart
+            record = json.loads(message.json)
+            if record["id"] <= self._last_id:  # repeated after the master's restart
                 continue
             with self._lock:
-                self._told = record["id"]
+                self._last_id = record["id"]
                 self._take(record)
                 self.version += 1
 
@@ -417,18 +417,18 @@ class LogFeed:
 
     def _read(self, client: MasterClient) -> None:
         since = self._position.again()
-        for told in client.logs(self.job_id, follow=True, node=None, rank=None, since=since):
+        for line in client.logs(self.job_id, follow=True, node=None, rank=None, since=since):
             self.following.heard()
-            if not self._position.is_new(told):
+            if not self._position.is_new(line):
                 continue
             with self._lock:
                 self.version += 1
                 self._lines.append(
                     Line(
                         number=self.version,
-                        time=told.time,
-                        worker=f"{told.node}/{told.slot}",
-                        node=told.node,
-                        text=told.line[:MOST_CHARACTERS],
+                        time=line.time,
+                        worker=f"{line.node}/{line.slot}",
+                        node=line.node,
+                        text=line.line[:MOST_CHARACTERS],
                     )
                 )

@@ -27,7 +27,7 @@ class Progress:
     eta: str
     #: Age and step of the newest checkpoint, or a remark that there is none; empty: none are taken.
     checkpoint: str
-    #: The last one, or the output, could not be written.
+    #: True if the last checkpoint, or the output, could not be written.
     is_unsaved: bool
     #: How many more nodes it can lose.
     can_lose: str
@@ -70,9 +70,9 @@ class OpenIncident:
 def open_incidents(jobs: Iterable[pb.JobStatus]) -> list[OpenIncident]:
     """Return the open failures and slowdowns of all jobs."""
     return [
-        OpenIncident(job_id=job.job_id, number=job.incidents, text=told)
+        OpenIncident(job_id=job.job_id, number=job.incidents, text=sentence)
         for job in jobs
-        if (told := open_incident(job))
+        if (sentence := open_incident(job))
     ]
 
 
@@ -234,15 +234,15 @@ def loss(job: pb.JobStatus) -> Loss:
     if job.can_lose:
         return Loss(job_id=job.job_id, text=f"can lose {text.can_lose(job)}", tone="good")
     if not job.checkpoint:
-        told = "may lose a layer with the next node, and has no checkpoint"
-        return Loss(job_id=job.job_id, text=told, tone="bad")
+        sentence = "may lose a layer with the next node, and has no checkpoint"
+        return Loss(job_id=job.job_id, text=sentence, tone="bad")
     behind = job.committed_step - job.checkpoint_step
     again = f"; {count(behind, 'step')} would be done again" if behind > 0 else ""
-    told = (
+    sentence = (
         "may lose a layer with the next node; then the checkpoint of step "
         f"{job.checkpoint_step:,} takes over{again}"
     )
-    return Loss(job_id=job.job_id, text=told, tone="warn")
+    return Loss(job_id=job.job_id, text=sentence, tone="warn")
 
 
 def _newest_first(jobs: Iterable[pb.JobStatus]) -> list[pb.JobStatus]:

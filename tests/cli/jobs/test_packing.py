@@ -72,7 +72,7 @@ def test_what_is_no_python_and_what_stays_behind_is_named(tmp_path: Path) -> Non
     assert sorted(found.left) == [
         *("n1.token", "nowhere.py", "package/large.json", "rows.npy", "weights/")
     ]
-    told = packing._told(found, tmp_path)
+    told = packing._summary(found, tmp_path)
     others = "package/0.json, package/1.json, package/2.json and 2 more"
     assert told.startswith(f"packed 7 files (not Python: {others}), ")
     assert told.endswith("; left out: n1.token, nowhere.py, rows.npy and 2 more")
