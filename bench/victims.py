@@ -2,11 +2,12 @@
 
     python -m bench.victims --trace T.csv --profile P.json [--nodes 32] [--draws 30]
 
-On a harsh trace one node decides about a return to the checkpoint, so one replay says little:
-samples per second scatter by 10 % and more. Each draw keeps the trace's times and the number of
-nodes that go and come, and draws other live nodes in place of those named; draw 0 is the trace as
-it is. Printed are, for each policy, the mean over the draws, and the last policy against it with
-the standard error of the paired differences.
+On a harsh trace one node, or a minute, decides about a return to the checkpoint, so one replay says
+little: samples per second scatter by 10 % and more. Each draw keeps the order of the trace's events
+and the number of nodes that go and come. It draws each event's time between the midpoints to its
+neighbours, and live nodes in place of those named. Draw 0 is the trace as it is. Printed are, for
+each policy, the mean over the draws, and the last policy against it with the standard error of the
+paired differences.
 """
 
 import argparse
@@ -29,13 +30,24 @@ from oobleck.planner.simulate.shapes import Shapes
 from oobleck.planner.simulate.trace import Row, parse_rows, trace_of
 
 
+def at_drawn_times(rows: Sequence[Row], rng: random.Random) -> Iterator[Row]:
+    """Return the rows at times between the midpoints to the times before and after; the first and
+    the last time stay."""
+    times = sorted({row.time_s for row in rows})
+    moved = dict(zip(times, times, strict=True))
+    for before, time, after in zip(times, times[1:], times[2:], strict=False):
+        moved[time] = rng.uniform((before + time) / 2, (time + after) / 2)
+    return (replace(row, time_s=moved[row.time_s]) for row in rows)
+
+
 def drawn(rows: Sequence[Row], seed: int) -> Iterator[Row]:
-    """Yield the rows with live nodes drawn for those that are removed; seed 0: as they are. A node
-    that comes is a new one."""
+    """Yield the rows at drawn times, with live nodes drawn for those that are removed; seed 0: as
+    they are. A node that joins is a new one."""
     if seed == 0:
         yield from rows
         return
     rng = random.Random(seed)
+    rows = list(at_drawn_times(rows, rng))
     live: list[tuple[str, float]] = []
     for number, row in enumerate(rows):
         if row.event == "add":
