@@ -192,6 +192,10 @@ def main() -> None:
     kinds = defaultdict[tuple[str, str, bool], list[Record]](list)
     for change in changes:
         kinds[change["policy"], change["rule"], change["boundary"]].append(change)
+    if (failed_s := whole.get("failed_at")) is not None:
+        # At that loss the real job had another plan, which had the state twice.
+        print(f"not comparable: the simulated job ended at {failed_s:.0f} s: {whole['reason']}; "
+              "try another --seed")  # fmt: skip
     print(f"{'':16}{'real':>9}{'simulated':>11}{'ratio':>7}")
     print(f"{'steps':16}{real_steps:9}{told_steps:11.1f}{told_steps / real_steps:7.3f}")
     print(f"{'stall, s':16}{stall_s:9.2f}{told_stall:11.2f}{told_stall / stall_s:7.3f}")
