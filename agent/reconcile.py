@@ -186,7 +186,7 @@ def _fork(state: NodeState, agenda: Agenda) -> None:
 
 
 def _leave(state: NodeState, agenda: Agenda) -> None:
-    """End an agent that was asked to, once its work has moved to other nodes, or cannot."""
+    """End an agent that was asked to, once its work has moved to other nodes, or cannot move."""
     if state.leave_at is None or state.leave_by is None:
         return
     no_session_since = state.no_session_since

@@ -177,8 +177,7 @@ class Outbox:
         self._log_due_at: float | None = None
         #: For how long records are held back.
         self._hold_s = HOLD_S
-        #: A longer `_hold_s`, and the generation from whose first step on it applies; None: it
-        #: stays.
+        #: Generation from whose first step on a longer `_hold_s` applies, and that; None: it stays.
         self._hold_then: tuple[Generation, float] | None = None
         #: Set whenever something new may be due.
         self.wake = asyncio.Event()
@@ -205,8 +204,8 @@ class Outbox:
 
     def _hold(self, hold_s: float, generation: Generation) -> None:
         """Hold records back for `hold_s`: a shorter time at once, a longer one from the first step
-        of `generation` on. Of the steps before its boundary, this node may be the only one to have
-        the records."""
+        of `generation` on. The nodes that send at once in it may lack the records of the steps
+        before its boundary."""
         if hold_s <= self._hold_s:
             self._hold_then = None
             if hold_s < self._hold_s:

@@ -73,7 +73,7 @@ def make_mistakes(cluster: LocalCluster, text: str, tmp_path: Path) -> None:
     told = [line for line in twin.stderr.splitlines() if " INFO " not in line]
     *trying, last = [line for line in told if "the agent runs as root" not in line]
     assert "n1 is in use by a live agent" in last
-    assert all("no session, trying on" in line for line in trying), twin.stderr
+    assert all("no session, retrying" in line for line in trying), twin.stderr
     assert "Traceback" not in twin.stderr
     second = run_forked(
         "oobleck-master", "--listen", cluster.address, "--state-dir", str(tmp_path / "s")
