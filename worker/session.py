@@ -130,7 +130,7 @@ class Session:
             self._leave(orderly=False)
         except (DataError, JobError, NodeError):
             if self._membership is not None:
-                # Do not report lost peers any more: they may fail in the same way.
+                # Others may fail in the same way: neither they nor this worker may report a loss.
                 self._membership.stand_down()
             raise
         except Superseded as superseded:

@@ -90,7 +90,7 @@ def _make_context(
             launch.address,
             silence_s=launch.silence_s,
             sealed=job.seals_links(on_loopback=is_loopback(launch.address)),
-            # No limit for honest peers: one so far ahead would exhaust this worker's memory anyway.
+            # It costs no honest peer its link: one so far ahead would exhaust this worker's memory.
             most_early_bytes=total_memory() // (2 * launch.workers),
         ),
         state=ModelState(job, device),

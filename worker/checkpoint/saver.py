@@ -111,7 +111,7 @@ class Saver:
         last = self._last
         if last is None:
             return vote.SaveVote()
-        busy = last.busy  # before `failed`, which is final only once the thread has ended
+        busy = last.busy  # read before `failed`, which is final only once the thread has ended
         return vote.SaveVote(busy=busy, failed=self._open and last.failed)
 
     def committed(self, step: int, verdict: vote.SaveVerdict) -> None:

@@ -96,8 +96,8 @@ class _Coming:
             source.cut = True
 
     def work_out(self) -> None:
-        """Compile, connect and find the transfers, whose time grows with the number of workers.
-        Runs in a thread of its own."""
+        """Compile, connect and find the transfers: work that grows with the number of workers. Runs
+        in a thread of its own."""
         sources: dict[bytes, Source] = {}
         try:
             if self._context.worker in self.plan.workers:

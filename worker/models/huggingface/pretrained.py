@@ -210,7 +210,7 @@ def _sources(architecture: Architecture) -> dict[str, _Source]:
 
 
 def _further(target: str, source: _Source) -> Iterable[str]:
-    """Yield the parameters that the converter makes besides `target`, its first one."""
+    """Return the parameters that the converter makes besides `target`, its first one."""
     first, *more = source.converter.target_patterns if source.converter is not None else [""]
     return [target.replace(first, name) for name in more]
 

@@ -11,6 +11,7 @@ import hmac
 import struct
 from typing import NamedTuple
 
+# Loaded now: later, with the first key, it would fail in a process without a free descriptor.
 import cryptography.hazmat.backends.openssl.backend  # noqa: F401
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
@@ -78,9 +79,6 @@ class Seals(NamedTuple):
 
     outward: Seal
     inward: Seal
-
-
-# Load it now: with the first key would be too late for a process without a free descriptor.
 
 
 #: Bytes of a process's identity for links, which is random and unique.

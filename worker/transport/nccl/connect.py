@@ -7,11 +7,12 @@ overlap.
 
 Then each communicator is used once, since a first use may wait for the whole device, and no step
 should. First uses follow one another in an order that all workers share, each when all its members
-have reached it (`Line`). During a first use training launches nothing. So it begins when NCCL has
-connected the communicator and no operation of training is under way here; then it waits only for
-computations. There is no deadlock: operations of training end independently of connecting, and
-training continues until its step ends or it waits. In both cases no operation is under way. So the
-first unfinished use in the order can end, since its members have finished all earlier ones.
+have reached it (`Line`). While a first use is launched, training launches nothing. So it begins
+when NCCL has connected the communicator and no operation of training is under way here; then it
+waits only for computations. There is no deadlock: operations of training end independently of
+connecting, and training continues until its step ends or it waits. In both cases no operation is
+under way. So the first unfinished use in the order can end, since its members have finished all
+earlier ones.
 
 A call of NCCL's may never return, so giving up abandons the thread. If a member leaves in order,
 only the connecting ends: the generation is about to end anyway, and some members may still wait for
@@ -73,9 +74,10 @@ from oobleck.worker.transport.tree import Words
 # ones, and launches nothing on them until all have met. Then a communicator is kept if all its
 # members have sent one stamp, and else made anew.
 #
-# All members decide the same, since all see the same table of stamps, in which each member has at
-# most one stamp for a purpose and processes. Each decides to keep its communicator if all members
-# have its own stamp, hence if all stamps are equal: the same condition for all.
+# All members decide the same, since all see the same table of stamps. Each keeps its communicator
+# if it finds its own stamp at all members. A stamp is of one purpose and processes, and a member
+# has at most one for these. So a member finds its own at all exactly if all have one for these,
+# and all of them are equal: the same condition for all.
 #
 # A kept communicator is usable. Equal stamps are of one communicator, since a meeting makes at
 # most one for the same purpose and processes. NCCL matches the n-th operation of one member with
@@ -299,7 +301,8 @@ class Connecting:
         #: Held while what was made is changed, or NCCL is asked for the state of its use.
         self._lock = threading.RLock()
         self._given_up = False
-        #: True if a member has left in order: it will never be done, and training is unharmed.
+        #: True if it will never be done, although training is unharmed: a member has left in order,
+        #: or it takes too long and is not needed.
         self._vain = False
         #: Error that ended it, unless it was given up or is in vain.
         self.failure: Exception | None = None
