@@ -178,6 +178,6 @@ class Group(click.Group):
 
 
 def did_you_mean(ctx: click.Context, lines: Sequence[Sequence[str]]) -> str:
-    """Ask for lines behind the command of `ctx`."""
+    """Return the question whether one of `lines`, after the command of `ctx`, is meant."""
     shown = (f"'{ctx.command_path} {shlex.join(line)}'" for line in lines)
     return f"did you mean {' or '.join(shown)}?"

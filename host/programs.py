@@ -32,7 +32,7 @@ def master() -> None:
 def run(module: str) -> None:
     """Load the module and call its `main`."""
     try:
-        # Imported objects stay in use: to look for garbage among them takes a tenth of the time.
+        # Imported objects stay in use: searching them for garbage takes a tenth of the time.
         gc.disable()
         main = importlib.import_module(module).main
         gc.freeze()

@@ -145,7 +145,7 @@ def _of_names(found: Network, about: About) -> Iterator[Finding]:
     name = found.hostname
     address = about.address or "its address"
     fix = f"have {address} and {name} in one line of /etc/hosts, or of the name service"
-    loops = [address for address in found.named if _loops(address)]
+    loops = [each for each in found.named if _loops(each)]
     if not found.named:
         what = f"the host's own name, {name}, does not resolve"
         yield Finding(check="names", level="warn", what=what, fix=fix)

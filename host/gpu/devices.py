@@ -185,9 +185,9 @@ _NCCL_ENVIRONMENT = {
     # watchdog would call NCCL beside the worker's threads, and sleep for a minute after each failed
     # operation, for which the group's destructor waits.
     "TORCH_NCCL_BLOCKING_WAIT": "1",
-    # For operators who enable the watchdog all the same: keep it from waiting, from ending the
-    # process for an error, and from raising or dumping it. The monitor would end a process whose
-    # watchdog waits for a kernel to abort.
+    # For operators who enable the watchdog all the same: keep it from waiting, and from ending the
+    # process, raising in its own thread or writing files for an error. The monitor would end a
+    # process whose watchdog waits for a kernel to abort.
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",

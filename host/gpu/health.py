@@ -33,7 +33,7 @@ _SICK: Mapping[int, str] = {
     143: "it could not be initialised",
     158: "it has timed out for good",
 }
-_HARMLESS: Mapping[int, str] = {
+_MINOR: Mapping[int, str] = {
     63: "a bad row of memory is replaced with the next reset",
     92: "ECC corrects many errors of memory",
     94: "memory error that hit one program alone",
@@ -85,7 +85,7 @@ def troubles(boards: Iterable[GpuSample], xids: Iterable[Xid]) -> tuple[Trouble,
     """Return the faults in the newest samples and in the errors so far, the sick GPUs first."""
     found = [trouble for board in boards for trouble in _of_board(board)]
     for xid in dict.fromkeys(xids):
-        known = _SICK.get(xid.code) or _HARMLESS.get(xid.code)
+        known = _SICK.get(xid.code) or _MINOR.get(xid.code)
         if known is not None:
             # An Xid that names no GPU may be about the GPU of another agent of this host.
             sick = xid.code in _SICK and xid.bus != ""

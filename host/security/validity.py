@@ -14,7 +14,7 @@ from oobleck.host.security import pki
 from oobleck.host.security.credentials import Credentials
 
 DAY_S = 86_400.0
-#: Remaining life below which people are warned; for a short life it is half of that.
+#: Remaining life below which people are warned, and that part of a whole life, if it is less.
 SOON_S = 14 * DAY_S
 _SHORT_PART = 1 / 2
 #: Word of gRPC's error where the master's certificate is of an authority that is not trusted here.
@@ -116,11 +116,8 @@ def _is_signed(certificate: bytes, authority: bytes) -> bool:
 
 def _name(holder: pki.Identity) -> str:
     if holder.token:
-        return (
-            f"the join token for {holder.role} {holder.name}"
-            if holder.name
-            else (f"the join token for any {holder.role}")
-        )
+        of = f"{holder.role} {holder.name}" if holder.name else f"any {holder.role}"
+        return f"the join token for {of}"
     return f"the certificate of {holder.role} {holder.name}"
 
 
