@@ -63,7 +63,7 @@ _WANTS_CREDENTIALS = (
     "with --credentials or OOBLECK_CREDENTIALS ('oobleck pki join' gets them with a token from an "
     "operator)"
 )
-#: Begin of the fix if the master is on this host.
+#: First words of the fix if the master is on this host.
 _ANOTHER_USERS = (
     "If it is another user's 'oobleck local', start your own and name it with --master or "
     "OOBLECK_MASTER; otherwise g"

@@ -109,8 +109,8 @@ def _travels(code: Code, base: Path, nodes: Sequence[pb.NodeInfo]) -> bool:
     )
     if accepting or in_place:
         return accepting > in_place
-    # No node accepts or allows it; send it if no node refuses: links there may lead to an allowed
-    # folder.
+    # No node accepts it, or is known to allow it. Send it unless, on some node, links may lead from
+    # the folder to one that it allows.
     return all(one.why_not([code], brought=False) for one in known)
 
 
