@@ -75,7 +75,7 @@ def report(intervals: list[list[float]], saved: list[dict[str, object]], every: 
         beyond = statistics.median(steps[offset] for steps in intervals) - baseline
         name = "at" if offset == 0 else f"+{offset}"
         print(f"step {name:<3} beyond it    {beyond * 1e3:8.1f} ms (median)")
-    # Compare each half with the baseline of its own interval: the machine's load changes over time.
+    # Compare the first half of each interval with its second half: the machine's load changes.
     costs = [
         sum(steps[: every // 2]) - every // 2 * statistics.mean(steps[every // 2 :])
         for steps in intervals

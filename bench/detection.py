@@ -111,7 +111,7 @@ class Watched:
         return float(losses()[0]["time"])
 
     def disturbed(self, *victims: str) -> bool:
-        """Return whether anything but the `victims` was lost since then, and print it."""
+        """Return whether anything but the `victims` was lost since the last `settle`; print it."""
         kinds = ("worker_lost", "worker_late", "node_lost", "node_reset", "node_left_out")
         lost = [event for kind in kinds for event in self.since(kind)]
         others = [event for event in lost if event["node"] not in victims]

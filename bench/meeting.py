@@ -186,7 +186,7 @@ def own_bytes() -> int:
 
 def serve(orders: Connection, count: int) -> None:
     """Run a process with `count` workers."""
-    gc.collect()  # once, since it writes to memory that is shared with the parent
+    gc.collect()  # before counting, since it writes to memory that is shared with the parent
     gc.disable()  # each worker's would look at the objects of all
     before = own_bytes()
     workers = [SimulatedWorker() for _ in range(count)]

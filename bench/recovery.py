@@ -165,8 +165,8 @@ class TwoLosses:
 
     def _one(self, node: str, dies_at: str) -> tuple[float, int]:
         """Lose the node, and bring it back with orders to kill itself at `dies_at` of the
-        generation after its return. Return the seconds from the loss to the next step, and that
-        generation."""
+        generation after that in which it returns. Return the seconds from the loss to the next
+        step, and the number of that later generation."""
         before = self._planned(self._cluster.agents)
         self._settle()
         killed_at = time.time()

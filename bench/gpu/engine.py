@@ -211,7 +211,7 @@ def freed_after(
 
 
 def judge_killed(taken: int, freed_s: float | None, last_line: str) -> Finding:
-    """Judge how soon memory comes back. `taken`: bytes; `last_line`: the process's output."""
+    """Judge how soon memory comes back. `taken`: bytes; `last_line`: of its output."""
     if not taken:
         what = f"no process can hold memory: {last_line or 'it says nothing'}"
         fix = "end what else uses the GPU (nvidia-smi)"

@@ -212,7 +212,7 @@ class Attacker:
         await self.keep(8, 64, self._session())
 
     async def statuses(self) -> None:
-        """Messages of an agent that have as many workers as they may, or as many numbers."""
+        """Send messages of an agent with as many workers, or as many numbers, as allowed."""
         worker = pb.WorkerStatus(incarnation="0" * 16, also_entered=range(64), doing="x" * 1000)
         status = pb.AgentMessage(status=pb.NodeStatus(workers=[worker] * MOST_SLOTS))
         report = (

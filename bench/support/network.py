@@ -22,8 +22,8 @@ _NETS = 250
 _OPERATOR = 250
 _END_S = 10.0
 #: Burst of a link: its bytes in this time, at least so many. If a busy kernel serves the queue
-#: late, packets beyond the burst are lost; larger packets, of up to 64 KB, are split, which takes
-#: ten times as much processor time.
+#: late, the link catches up by this much only. Packets of up to 64 KB that are larger are split,
+#: which takes ten times as much processor time.
 _BURST_S, _LEAST_BURST_BYTES = 0.0015, 16 << 10
 #: Counter of the networks of this process.
 _COUNT = count(1)

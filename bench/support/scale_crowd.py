@@ -118,7 +118,7 @@ class Crowd:
 
     @property
     def trains(self) -> bool:
-        """Return whether all workers of the newest plan have entered it."""
+        """True if all workers of the newest plan have entered it."""
         members = self.plans.get(self.generation, [])
         entered = self._entered.get(self.generation, set())
         return bool(members) and entered.issuperset(members) and self.alive.issuperset(members)

@@ -84,7 +84,7 @@ def run_folder() -> Iterator[Path]:
 
 
 def undisturbed() -> contextlib.AbstractContextManager[None]:
-    """Delay such signals within the context, for the end of a run."""
+    """Delay signals that end this process within the context, for the end of a run."""
     return _ends.held()
 
 
