@@ -145,7 +145,8 @@ class LazyGroup(command.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         listed, *rest = args
-        if listed in ("jobs", "nodes") and rest and not rest[0].startswith("-"):
+        named = rest and not rest[0].startswith("-") and not ctx.resilient_parsing
+        if listed in ("jobs", "nodes") and named:
             lines = [rest] if rest[0] in COMMANDS else self._of_groups(rest)
             if listed == "jobs" and not lines:
                 lines = [["status", *rest]]

@@ -151,7 +151,8 @@ class Group(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        if args[0] not in self.list_commands(ctx) and not args[0].startswith("-"):
+        known = ctx.resilient_parsing or args[0] in self.list_commands(ctx)  # a shell completes
+        if not known and not args[0].startswith("-"):
             raise self.no_command(ctx, args)
         return super().resolve_command(ctx, args)
 

@@ -64,7 +64,8 @@ class _JobFirst(Group):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if args and args[0] not in self.commands and args[0] not in ("-h", "--help"):
             typing_error = nearest(args[0], self.shown()) and not args[0][-1:].isdigit()
-            if typing_error or (args[1:2] and not args[1].startswith("-")):
+            wrong = typing_error or (args[1:2] and not args[1].startswith("-"))
+            if wrong and not ctx.resilient_parsing:
                 raise self.no_command(ctx, args)
             args = ["save", *args]
         return super().parse_args(ctx, args)

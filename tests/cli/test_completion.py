@@ -48,6 +48,13 @@ def test_without_a_master_there_are_commands_and_no_names(monkeypatch: pytest.Mo
     assert "--since" in completed("logs", "--si")
 
 
+def test_a_wrong_word_before_prints_no_error_into_the_line() -> None:
+    assert "drain" in completed("node", "dran", "")
+    assert set(completed("jobz", "")) == set(COMMANDS)
+    for words in (("jobs", "demo-1"), ("checkpoint", "lst"), ("checkpoint", "demo-1", "now")):
+        completed(*words, "")
+
+
 def printed(shell: str) -> str:
     return CliRunner().invoke(oobleck, ["completion", shell], prog_name="oobleck").stdout
 
