@@ -79,7 +79,7 @@ class LayerProblem(InvalidCheckpoint):
 
 
 class Damaged(LayerProblem):
-    """Error of a file whose content differs from what was written."""
+    """Error of a file that is missing, or whose content differs from what was written."""
 
 
 class Unreadable(LayerProblem):
