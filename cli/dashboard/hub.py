@@ -33,8 +33,8 @@ MOST_FEEDS = 24
 _OUTPUT_S = 3600.0
 #: Age up to which an answer is shown at once.
 _FRESH_S = 2.0
-#: Age from which an answer counts as old: so many seconds, and so many times its own duration. A
-#: feed asks again after some four durations.
+#: Age from which an answer counts as old: so many seconds, or so many times its own duration if
+#: that is longer. A feed asks again after some four durations.
 _OLD_S = 5.0
 _OLD_ANSWERS = 10.0
 _PATIENCE_S = 3.0
@@ -114,9 +114,9 @@ class Hub:
         """Close idle feeds, until cancelled."""
         while True:
             await asyncio.sleep(IDLE_S / 6)
-            _close_idlest(self._jobs)
-            _close_idlest(self._logs)
-            _close_idlest(self._events)
+            _close_idle(self._jobs)
+            _close_idle(self._logs)
+            _close_idle(self._events)
 
 
 def _found(feeds: dict[str, F], name: str, make: Callable[[], F]) -> F:
@@ -129,7 +129,7 @@ def _found(feeds: dict[str, F], name: str, make: Callable[[], F]) -> F:
     return feeds[name]
 
 
-def _close_idlest(feeds: dict[str, F]) -> None:
+def _close_idle(feeds: dict[str, F]) -> None:
     now = time.monotonic()
     for name, feed in list(feeds.items()):
         if now - feed.touched > IDLE_S:
