@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Literal
 
+from oobleck.core.errors import PlanInfeasible
 from oobleck.core.ids import Generation, NodeName, WorkerId
 from oobleck.core.plan import Plan, Templates
 from oobleck.core.profile import Profile
@@ -265,7 +266,8 @@ def outrun_bytes(change: Change, plan: Plan, step_s: float) -> int:
 
 def _gradients_late_s(change: Change, plan: Plan) -> float:
     """Return how long after the end of a step of the running plan its gradients have reached the
-    copies of moving state, at most a step; 0 where nothing moves or a loss ends that plan.
+    copies of moving state, at most a step; 0 where nothing moves, a loss ends that plan, or the
+    profile does not tell its step.
 
     A worker sends them once its own sums of gradients are over.
     """
@@ -273,9 +275,12 @@ def _gradients_late_s(change: Change, plan: Plan) -> float:
     lost = not change.leaving.union(change.live).issuperset(change.plan.nodes)
     if lost or _stays(change, plan):
         return 0.0
-    summed_s, step_s = last_of_step_s(
-        change.plan, profile, tied=change.tied, replays=change.replays
-    )
+    try:
+        summed_s, step_s = last_of_step_s(
+            change.plan, profile, tied=change.tied, replays=change.replays
+        )
+    except PlanInfeasible:  # the running plan does not fit its nodes as now known
+        return 0.0
     ready_s: dict[NodeName, float] = {}
     for worker, end_s in summed_s.items():
         ready_s[worker.node] = max(end_s, ready_s.get(worker.node, 0.0))

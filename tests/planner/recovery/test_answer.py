@@ -132,3 +132,12 @@ def test_a_worker_that_is_ready_early_has_sent_its_gradients_by_the_end() -> Non
     assert late_s(0, 1e3) == pytest.approx(10.0, abs=0.2)
     assert late_s(2, 1e3) == pytest.approx(6.0, abs=0.2)
     assert late_s(2, 5e3) == 0
+
+
+def test_a_running_plan_that_the_profile_does_not_tell_is_changed_all_the_same() -> None:
+    """Its workers have two GPUs a stage, and the nodes as now known have one."""
+    plan, then = plan_of_cuts(([(4, 2)], 1), ([(4, 2)], 1)), plan_of(["n0"])
+    leaving = frozenset({NodeName("n1")})
+    change = replace(change_between(plan, then, 40_000, 20e3), leaving=leaving)
+    made = Reconfiguration(plan=then, rule="reshape", reason="")
+    assert answer("templates", made, 1000.0, change).late_s == 0
