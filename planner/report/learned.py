@@ -48,6 +48,8 @@ def learn_costs(
             happened_s += sum(own_s)
             expected_s += len(own_s) * expected["step_s"]
         if change["boundary"]:
+            if "master_restarted" in change:  # its phases were not seen
+                continue
             late_s = 0.0 if expected is None else expected["stall_s"]
             found["switch_s"].append(phases["rendezvous"] + phases["transfer"] - late_s)
             continue

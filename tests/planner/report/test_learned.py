@@ -99,7 +99,8 @@ def test_a_pause_that_the_plan_expected_is_no_cost_of_switches() -> None:
         switch(number, pause_s) | {"expected": {"step_s": 1.6, "stall_s": expected_s}}
         for number, (pause_s, expected_s) in enumerate([(0.3, 0.0), (2.3, 2.1)], 2)
     ]
-    assert learn_costs(switches, ())["switch_s"] == pytest.approx(0.25)
+    unseen = switch(4, 0.0, master_restarted=True)
+    assert learn_costs([*switches, unseen], ())["switch_s"] == pytest.approx(0.25)
 
 
 def test_what_a_new_node_takes_is_told_by_joins_that_nothing_delayed() -> None:
