@@ -64,7 +64,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-#: Share of its life at whose end the master's own certificate is renewed.
+#: Share of its life that the master's own certificate has left when it is renewed.
 _RENEW_PART = 1 / 3
 #: Name in the certificates of the master's own processes.
 _VIEWER = "master"

@@ -66,8 +66,8 @@ class PlanningProcess:
         self._ends = 0
         self._sent_at = 0.0
         self._writer: asyncio.StreamWriter | None = None
-        #: Descriptor of the process, to kill exactly it: asyncio may reap it first, and its pid be
-        #: reused.
+        #: Descriptor of the process, to kill no other: asyncio may reap it first, and its pid may
+        #: be reused.
         self._handle: int | None = None
         #: Ends a process that is busy for too long.
         self._limit: asyncio.TimerHandle | None = None

@@ -41,7 +41,8 @@ from oobleck.master.state.node import Node
 from oobleck.planner.profile.measurement import assemble_profile
 from oobleck.planner.profile.memory import budget_bytes
 
-#: Most attempts if workers that measure links end; after that the link's speed is estimated.
+#: Most attempts if workers that measure links end; then the other link's figures, or an estimate,
+#: take the place of the missing ones.
 _MOST_ATTEMPTS = 3
 #: Most names of workers in a reason.
 _MOST_NAMES = 8

@@ -250,7 +250,7 @@ class Archive:
             known.pop(job_id, None)
 
     def write(self) -> None:
-        """Write waiting lines, unless that failed and the disk has no space since."""
+        """Write waiting lines, unless a write has failed and the disk has had no space since."""
         if self.storage.problem:
             return
         try:

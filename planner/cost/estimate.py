@@ -263,7 +263,7 @@ class Replays:
         return StepEstimate(schedule=schedule, step_s=step_s, kinds=tuple(estimates))
 
     def _replay(self, questions: Sequence[Question]) -> None:
-        # Pipelines of other nodes share cached kinds, so only new kinds fill the cache.
+        # Pipelines of other nodes fill `_alone`, though nothing is computed for them.
         if max(len(self._computed), len(self._alone)) > _MOST_KEPT:
             kept: tuple[dict[Any, Any], ...] = (self._computed, self._replayed, self._cuts)
             for each in (*kept, self._ends, self._costs, self._alone):

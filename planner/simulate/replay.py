@@ -39,7 +39,7 @@ class _Coming:
     fresh: tuple[str, ...]
     #: True if workers train on and switch at a step boundary.
     voluntary: bool
-    #: Time at which its state is copied ahead; voluntary plans only.
+    #: Time at which workers are ready to switch to it; voluntary plans only.
     ready_at: int = 0
 
     @property
