@@ -28,7 +28,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -39,6 +39,7 @@ from bench.support.netcluster import NetCluster
 from oobleck.cli.client import MasterClient
 from oobleck.planner.recovery.chooser import CHANGE_S
 from oobleck.planner.report.learned import learn_costs
+from oobleck.planner.simulate.costs import Costs
 
 _ROOT = Path(__file__).resolve().parents[1]
 _BATCH, _MICROBATCH = 16, 2
@@ -221,10 +222,11 @@ def stood_s(change: Record) -> float:
 
 def foretold_s(change: Record, costs: Mapping[str, float]) -> float:
     """Return what the costs and the planner's expectation tell of it."""
+    known: Mapping[str, float] = {**asdict(Costs()), **costs}
     expected_s: float = change["expected"]["stall_s"]
     if change["boundary"]:
-        return costs["switch_s"] + expected_s
-    phases = sum(costs[name] for name in ("detect_s", "plan_s", "abort_s", "meeting_s"))
+        return known["switch_s"] + expected_s
+    phases = sum(known[name] for name in ("detect_s", "plan_s", "abort_s", "meeting_s"))
     return phases + expected_s - CHANGE_S
 
 

@@ -28,11 +28,15 @@ def plan_end_s(
 
     After its compute come a worker's gradient sums, the vote and the update.
     """
-    summed_s = max(summed_ends_s(plan, ends_s, profile, tied=tied).values())
+    return updated_s(plan, summed_ends_s(plan, ends_s, profile, tied=tied), profile)
+
+
+def updated_s(plan: Plan, summed_s: Mapping[WorkerId, float], profile: Profile) -> float:
+    """Return when the step is over on all workers, from when each one's gradient sums are over."""
     vote_s = all_reduce_s(
         _VOTE_BYTES, workers=len(plan.workers), same_node=False, links=profile.links
     )
-    return summed_s + vote_s + max(_updates_s(plan, profile).values())
+    return max(summed_s.values()) + vote_s + max(_updates_s(plan, profile).values())
 
 
 def summed_ends_s(

@@ -13,7 +13,7 @@ from oobleck.core.plan import Pipeline, Plan
 from oobleck.core.profile import Profile, message_s
 from oobleck.core.routes import Hop, HopTicks, Listing, Route
 from oobleck.core.ties import Ties
-from oobleck.planner.cost.ends import plan_end_s, summed_ends_s
+from oobleck.planner.cost.ends import plan_end_s, summed_ends_s, updated_s
 from oobleck.planner.cost.estimate import (
     Replays,
     estimate_step,
@@ -85,7 +85,7 @@ def last_of_step_s(
     else:
         ends_s = _ends_s(plan, schedule, profile, replays)
     summed_s = summed_ends_s(plan, ends_s, profile, tied=tied)
-    return summed_s, plan_end_s(plan, ends_s, profile, tied=tied)
+    return summed_s, updated_s(plan, summed_s, profile)
 
 
 def _ends_s(

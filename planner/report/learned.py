@@ -28,8 +28,8 @@ def learn_costs(
     link_bytes_per_s: float | None = None,
     microbatches: int | None = None,
 ) -> dict[str, float]:
-    """Return costs by their names in `--costs`, each a median, but shares, ratios and the pause of
-    a switch means; without those that no record tells.
+    """Return the costs that some record tells, by their names in `--costs`. Each is a median;
+    shares, ratios and the pause of a switch are means.
 
     `events` and `metrics`: the records of the job's files. `link_bytes_per_s`: speed of a node's
     link that its plans were made with; `microbatches`: those of a step.
