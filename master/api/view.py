@@ -367,7 +367,7 @@ def _workers(state: ClusterState, node: Node) -> list[pb.WorkerStatus]:
         message_of(
             pb.WorkerStatus,
             worker,
-            # Secret between agent and master: knowing it, anybody could report for the process.
+            # A secret of agent and master: any node that knew it could report for the process.
             incarnation="",
             rate=rates.get(WorkerId(node.facts.node, worker.slot), 1.0),
         )

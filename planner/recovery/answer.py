@@ -51,7 +51,8 @@ class Change:
     equals: Mapping[int, Sequence[Costed]] = field(default_factory=dict)
     #: Step estimates under `profile`, kept for all changes; None: made anew.
     replays: Replays | None = None
-    #: Nodes that are drained: they train until the change, and hand over what they hold.
+    #: Nodes that are drained or to stand by: they train until the change, and hand over what they
+    #: alone hold.
     leaving: frozenset[NodeName] = frozenset()
     #: Rates of workers slower than profiled; those of workers that are not live are ignored.
     rates: Mapping[WorkerId, float] = field(default_factory=dict)
@@ -267,7 +268,7 @@ def outrun_bytes(change: Change, plan: Plan, step_s: float) -> int:
 def _gradients_late_s(change: Change, plan: Plan) -> float:
     """Return how long after the end of a step of the running plan its gradients have reached the
     copies of moving state, at most a step; 0 where nothing moves, a loss ends that plan, or the
-    profile does not tell its step.
+    profile has no times of its stages.
 
     A worker sends them once its own sums of gradients are over.
     """

@@ -28,7 +28,7 @@ def learn_costs(
     link_bytes_per_s: float | None = None,
     microbatches: int | None = None,
 ) -> dict[str, float]:
-    """Return the costs that some record tells, by their names in `--costs`. Each is a median;
+    """Return the costs of which there are records, by their names in `--costs`. Each is a median;
     shares, ratios and the pause of a switch are means.
 
     `events` and `metrics`: the records of the job's files. `link_bytes_per_s`: speed of a node's

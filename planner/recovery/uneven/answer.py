@@ -60,7 +60,9 @@ def of_other_nodes(change: Change, now: Situation) -> Iterator[Answer]:
         if set(live) == set(running.nodes) or not _can_do_without(running, left):
             continue
         with suppress(PlanInfeasible):
-            made = _cut_by_rates(by_templates(replace(change, live=live)), change, now)
+            # Those aside train until the change.
+            others = replace(change, live=live, leaving=change.leaving | aside)
+            made = _cut_by_rates(by_templates(others), change, now)
             check_room(peak_bytes(made.found.plan, change.profile), now)
             if can_lose(made.found.plan) < tolerated:
                 continue

@@ -134,7 +134,7 @@ def test_a_worker_that_is_ready_early_has_sent_its_gradients_by_the_end() -> Non
     assert late_s(2, 5e3) == 0
 
 
-def test_a_running_plan_that_the_profile_does_not_tell_is_changed_all_the_same() -> None:
+def test_a_running_plan_whose_step_is_not_known_is_changed_all_the_same() -> None:
     """Its workers have two GPUs a stage, and the nodes as now known have one."""
     plan, then = plan_of_cuts(([(4, 2)], 1), ([(4, 2)], 1)), plan_of(["n0"])
     leaving = frozenset({NodeName("n1")})

@@ -256,6 +256,9 @@ def test_what_costs_too_much_does_not_keep_out_what_costs_nothing() -> None:
     fastest = min(offers, key=weighed_s)
     assert fastest.found.rule == "stand by"
     assert fastest.stall_s > 600
+    waits = change({worker(1): 0.05}, sizes=(2, 2, 2), profile=over_slow_links(known))
+    aside = next(each for each in by_rates(waits)[1] if each.found.rule == "stand by")
+    assert aside.late_s > aside.outrun_bytes / waits.profile.links.inter_node_bytes_per_s
     found = uneven(asked)
     assert found.found.rule != "stand by"
     assert found.step_s < 0.2 * now_s
