@@ -51,6 +51,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+#: Unregistered nodes whose quotas are kept, the newest.
+_MOST_UNREGISTERED = 64
 #: Registrations of one node per second, and in a burst.
 _REGISTRATIONS_PER_S, _REGISTRATIONS_AT_ONCE = 1.0, 30
 #: Rate and burst of terms that one node's reports may make this master begin.
@@ -345,7 +347,8 @@ class Sessions:
     def _sender(self, node: NodeName) -> _Sender:
         if node not in self._by_node:
             known = self._ledger.state.nodes
-            for other in [other for other in self._by_node if other not in known]:
+            unregistered = [other for other in self._by_node if other not in known]
+            for other in unregistered[:-_MOST_UNREGISTERED]:
                 self._give_up(other, self._by_node.pop(other))
             self._by_node[node] = _Sender()
         return self._by_node[node]

@@ -223,10 +223,13 @@ def test_an_agent_speaks_for_its_own_node_alone(
 def test_a_registration_that_comes_too_soon_after_others_is_not_even_read(
     running: MasterProcess, folder: Path
 ) -> None:
-    often = holders.signed(folder, pki.Identity(role="agent", name="often"))
+    """Nor if another node registers in between."""
+    often, other = (
+        holders.signed(folder, pki.Identity(role="agent", name=name)) for name in ("often", "other")
+    )
 
-    async def register() -> pb.Refused | None:
-        endpoint = Endpoint(address=running.address, credentials=often)
+    async def register(agent: Credentials) -> pb.Refused | None:
+        endpoint = Endpoint(address=running.address, credentials=agent)
         async with open_aio_channel(endpoint, ()) as channel:
             call = channel.stream_stream("/oobleck.Control/Session")(iter([b"no message"]))
             with contextlib.suppress(grpc.aio.AioRpcError):
@@ -235,8 +238,8 @@ def test_a_registration_that_comes_too_soon_after_others_is_not_even_read(
         return None
 
     async def until_refused() -> pb.Refused:
-        while (told := await register()) is None:
-            pass
+        while (told := await register(often)) is None:
+            await register(other)
         return told
 
     told = loops.run(until_refused())
