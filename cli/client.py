@@ -1,8 +1,10 @@
 """Client of the master: calls with a deadline, and errors as one line with an exit code."""
 
+import contextlib
 import dataclasses
 import re
 import secrets
+import signal
 import socket
 import ssl
 import threading
@@ -351,7 +353,8 @@ class MasterClient:
 
     def _stream(self, method: str, request: Message) -> Iterator[Any]:
         with self._errors_as_lines():
-            call = self._method(method)(request)
+            with _interrupt_deferred():
+                call = self._method(method)(request)
             self._streams.add(call)
             if self._closed:
                 call.cancel()
@@ -465,6 +468,23 @@ def takes_connection(address: str) -> bool:
             return True
     except (OSError, UnicodeError):
         return False
+
+
+@contextlib.contextmanager
+def _interrupt_deferred() -> Iterator[None]:
+    """Hold Ctrl-C back until the end of the block. Where a KeyboardInterrupt is raised while gRPC
+    begins a call, the channel waits for this call when it is closed, for ever."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came = list[int]()
+    before = signal.signal(signal.SIGINT, lambda signum, frame: came.append(signum))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if came and callable(before):
+            before(came[0], None)
 
 
 def await_start(endpoint: Endpoint, tell: Callable[[str], None]) -> None:

@@ -74,5 +74,5 @@ def test_timeline_of_a_running_job(small_cluster: LocalCluster, text: str, tmp_p
         "profile", "--timeline", str(tmp_path / "no.json"), "--job", job_id, check=False
     )
     assert refused.returncode == 2
-    assert f"job {job_id} is cancelled" in refused.stderr
+    assert f"job {job_id} has ended (cancelled)" in refused.stderr
     assert not (tmp_path / "no.json").exists()
