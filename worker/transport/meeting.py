@@ -1,4 +1,4 @@
-"""One worker's part in a meeting: it arrives, exchanges a word with all others, and leaves.
+"""Meetings as one worker takes part in them: it arrives, exchanges a word with all, and leaves.
 
 The words are gathered and distributed along a tree: each member sends its own word and those of the
 members below it to the one above. The root then sends all words down the tree. So N workers need
