@@ -39,7 +39,6 @@ from oobleck.core.messages import (
 )
 from oobleck.core.profile import LinkMeasurement
 from oobleck.host.detection import Detection
-from oobleck.host.system.process import end_signals
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto.detection import keepalive_options
 from oobleck.proto.health import ALIVE, CHECK, READY
@@ -439,7 +438,7 @@ async def test_refused_for_now_tries_again() -> None:
         await stream.say(refused=pb.Refused(reason="replaying the journal", temporary=True))
         again = await master.next_session()
         await again.welcome()
-        agent.process.send_signal(end_signals()[-1])
+        agent.process.send_signal(signal.SIGINT)
         assert await agent.ended() == 0
         assert agent.process.stderr is not None
         agent.process.stderr.close()

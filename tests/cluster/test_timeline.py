@@ -64,10 +64,11 @@ def test_timeline_of_a_running_job(small_cluster: LocalCluster, text: str, tmp_p
     after = timeline(cluster, job_id, tmp_path / "after.json")
     assert len(threads(after)) == 2
     recovery = {e["name"] for e in after if e.get("cat") == "recovery"}
-    assert {"leave", "rendezvous", "agree", "transfer", "first step"} <= recovery
+    named = {"leave", "rendezvous", "agree", "transfer", "first step"}
+    assert named <= recovery
     told = " ".join(cluster.oobleck("timeline", job_id).stdout.split())
     phases = re.findall(r"[:,] ([a-z ]+) \d+\.\d ms", told)
-    assert set(phases) == recovery, told
+    assert named <= set(phases), told  # another plan may have taken effect, without a wait for it
     cluster.oobleck("cancel", job_id)
     cluster.wait_end(job_id)
     refused = cluster.oobleck(
