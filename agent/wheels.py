@@ -23,13 +23,13 @@ from oobleck.host.ipc.endpoint import Endpoint
 from oobleck.host.system.files import below_home
 from oobleck.host.wheel import (
     MOST_WHEEL_BYTES,
-    PART_BYTES,
     Wheel,
     digest_of,
     stored_as,
     unpacked_in,
 )
 from oobleck.proto import control_pb2 as pb
+from oobleck.proto.bounds import PART_BYTES
 from oobleck.proto.control_pb2_grpc import ControlStub
 from oobleck.proto.secure import open_aio_channel
 

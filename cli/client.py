@@ -23,6 +23,7 @@ from oobleck.host.command import DENIED, NO_SUCH_THING, UNREACHABLE, USAGE, Comm
 from oobleck.host.ipc.endpoint import DEFAULT_MASTER, Endpoint, choose_endpoint
 from oobleck.planner.report.planning import Planning
 from oobleck.proto import control_pb2 as pb
+from oobleck.proto.bounds import MOST_RECEIVED_BYTES, PART_BYTES
 from oobleck.proto.control_pb2_grpc import OperatorStub, PkiStub
 from oobleck.proto.examinations import read_finding
 from oobleck.proto.secure import Channels
@@ -38,7 +39,6 @@ TIMELINE_S = 3600.0
 CODE_S = 600.0
 #: Deadline for a job's agents to describe it and to return its wheel.
 ADOPT_S = 300.0
-_PART_BYTES = 1 << 20
 _TLS_S = 1.0
 #: Deadline for a host to accept a connection, if there are others to ask.
 CONNECT_S = 1.0
@@ -170,16 +170,23 @@ class MasterClient:
     def submit(
         self, job: str, request_id: str, *, profile: str = "", profile_only: bool = False
     ) -> pb.SubmitReply:
-        """Submit a job. `profile`: text of the profile file that the job names."""
+        """Submit a job. `profile`: text of the profile file that the job names. Raises
+        CommandFailed."""
         request = pb.SubmitRequest(
             request_id=request_id, job=job, profile=profile, profile_only=profile_only
         )
+        if (size := request.ByteSize()) > MOST_RECEIVED_BYTES:
+            raise CommandFailed(
+                f"the job and its profile have {size} bytes, and at most {MOST_RECEIVED_BYTES} can "
+                "be sent; give a profile without spaces, or a model of fewer unlike layers",
+                USAGE,
+            )
         reply: pb.SubmitReply = self._change("Submit", request)
         return reply
 
     def put_code(self, wheel: bytes) -> None:
         """Upload a wheel for a job that is submitted next."""
-        parts = [wheel[at : at + _PART_BYTES] for at in range(0, len(wheel), _PART_BYTES)]
+        parts = [wheel[at : at + PART_BYTES] for at in range(0, len(wheel), PART_BYTES)]
         with self._errors_as_lines():
             self._method("PutCode")((pb.CodeChunk(data=part) for part in parts), timeout=CODE_S)
 

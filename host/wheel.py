@@ -26,9 +26,8 @@ from oobleck.core.job.model import OwnModelSpec
 from oobleck.core.job.optimization import OptimizerSpec
 from oobleck.core.job.spec import DataSpec, JobSpec
 
-#: Largest wheel, and parts of it that travel in one message.
+#: Largest wheel.
 MOST_WHEEL_BYTES = 64 << 20
-PART_BYTES = 1 << 20
 #: Most bytes of a wheel unpacked, and of its directory.
 _MOST_BYTES = 512 << 20
 _MOST_FILES = 20_000
@@ -105,7 +104,7 @@ class Wheel:
             ) from error
         # No more is read of an entry than its size in the directory, which is bounded.
         with open(descriptor, "wb") as file, _damage_refused(), self._zip.open(info) as packed:
-            shutil.copyfileobj(packed, file, PART_BYTES)
+            shutil.copyfileobj(packed, file)
 
 
 def stored_as(digest: str) -> str:

@@ -33,6 +33,12 @@ MOST_NUMBER = (1 << 63) - 1
 
 #: Most workers of a host.
 MOST_SLOTS = 1024
+#: Largest message to the master. gRPC has one limit for all methods, so any caller can send as much
+#: in any call, and each byte is in memory twice. A plan of 48,000 workers, packed, has 400 KiB.
+#: Longer content, such as recordings and wheels, comes in parts.
+MOST_RECEIVED_BYTES = 512 << 10
+#: Bytes of a part of a wheel.
+PART_BYTES = 256 << 10
 #: Most bytes of a field: that of the whole message.
 MOST_BYTES = 16 << 20
 #: Most bytes of a message in another one. The largest hold a plan of all nodes.
@@ -44,7 +50,7 @@ SMALL_BYTES = 64 << 10
 _MOST_FIELDS = 8192
 
 _TEXTS: Mapping[str, int] = {
-    "Recorded.recording": MOST_MESSAGE_BYTES,
+    "Recorded.recording": MOST_RECEIVED_BYTES,
     "JobTold.job": MOST_BYTES,
     # Their readers refuse these with a better reason.
     "SubmitRequest.job": MOST_BYTES,

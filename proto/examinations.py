@@ -10,7 +10,7 @@ from oobleck.proto.bounds import check_bounds
 from oobleck.proto.checks import in_field, message_of, one_of, struct_of
 
 #: Most bytes of an answer; the largest come from hosts with hundreds of folders.
-MOST_ANSWER_BYTES = 1 << 20
+MOST_ANSWER_BYTES = 448 << 10
 
 _order: msgspec.json.Decoder[Order] = msgspec.json.Decoder(Order)
 _answer: msgspec.json.Decoder[Answer] = msgspec.json.Decoder(Answer)

@@ -27,7 +27,7 @@ from oobleck.core.orders import Answer
 from oobleck.host.detection import GATHER_REPORTS_S
 from oobleck.host.timeline import boot_id
 from oobleck.proto import control_pb2 as pb
-from oobleck.proto.bounds import check_bounds
+from oobleck.proto.bounds import MOST_RECEIVED_BYTES, check_bounds
 from oobleck.proto.examinations import examined_message
 from oobleck.proto.reports import read_records, read_report, records_message, report_bytes
 from oobleck.proto.status import status_message
@@ -47,9 +47,8 @@ REPORT_LIMIT = 1024
 #: Answers to operators' questions. Old ones are useless, since operators give up waiting.
 ANSWER_LIMIT = 512
 LINES_PER_MESSAGE = 100
-#: Characters of a recording per message: the master takes 2 MiB, and a character may have four
-#: bytes.
-_PART_CHARACTERS = 500_000
+#: Characters of a recording per message; each may have four bytes.
+_PART_CHARACTERS = MOST_RECEIVED_BYTES // 5
 #: Time for which lines wait for others. When a peer is lost each worker prints some, and sending
 #: each at once would slow the recovery.
 GATHER_LINES_S = 0.2

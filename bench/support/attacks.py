@@ -25,9 +25,9 @@ from oobleck.host.ipc.endpoint import Endpoint
 from oobleck.host.security.credentials import read_credentials
 from oobleck.host.security.pki import read_token
 from oobleck.host.system.process import allow_open_files
-from oobleck.master.api.access import MOST_RECEIVED_BYTES, MOST_REQUEST_BYTES
+from oobleck.master.api.access import MOST_REQUEST_BYTES
 from oobleck.proto import control_pb2 as pb
-from oobleck.proto.bounds import MOST_SLOTS
+from oobleck.proto.bounds import MOST_RECEIVED_BYTES, MOST_SLOTS
 from oobleck.proto.protocol import NEWEST, OLDEST
 from oobleck.proto.secure import open_aio_channel
 from oobleck.proto.status import register_message

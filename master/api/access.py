@@ -21,6 +21,7 @@ import grpc
 from oobleck.host.detection import MODES, Detection, choose
 from oobleck.host.security.credentials import Role
 from oobleck.master.state.trust import Denied, Trust, check_caller
+from oobleck.proto.bounds import MOST_RECEIVED_BYTES
 from oobleck.proto.detection import keepalive_options
 from oobleck.proto.health import CHECK
 
@@ -30,9 +31,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-#: Largest message to the master. gRPC has one limit for all methods, so any caller can send as much
-#: in any call. Longer content, such as recordings and wheels, comes in parts.
-MOST_RECEIVED_BYTES = (2 << 20) + (64 << 10)
 #: Bytes of a call that are received before a task reads it; after that, its whole message.
 MOST_AHEAD_BYTES = 16 << 10
 #: Content of a TLS record to a client: each connection has a buffer for one, of 16 KiB by default.
@@ -75,7 +73,6 @@ _LONGER_S = {
 _LARGER = {
     "/oobleck.Control/Session": MOST_RECEIVED_BYTES,
     "/oobleck.Operator/Submit": MOST_RECEIVED_BYTES,
-    # Parts of a wheel have 1 MiB.
     "/oobleck.Operator/PutCode": MOST_RECEIVED_BYTES,
     "/oobleck.Control/GiveCode": MOST_RECEIVED_BYTES,
 }

@@ -55,8 +55,9 @@ if TYPE_CHECKING:
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
-#: Characters of a job file; the description of a user's model of hundreds of unlike layers fits.
-MOST_JOB_CHARACTERS = 1 << 20
+#: Bytes of a job, which agents send back to a master that lost it. The description of a user's
+#: model of hundreds of unlike layers fits.
+MOST_JOB_BYTES = 448 << 10
 _REQUEST_ID = re.compile(r"[0-9A-Za-z_-]{1,64}")
 #: Most characters of a refusal that names all nodes.
 _MOST_REFUSED = 4 * MOST_DETAILS
@@ -459,10 +460,8 @@ async def _check_request_id(request_id: str, context: Context) -> None:
 
 def _read_submission(request: pb.SubmitRequest) -> tuple[JobSpec, Profile | None]:
     """Parse a submitted job, and its profile where it names one. Raises ValueError."""
-    if len(request.job) > MOST_JOB_CHARACTERS:
-        raise ValueError(
-            f"job: has {len(request.job)} characters, at most {MOST_JOB_CHARACTERS} are a job"
-        )
+    if (size := len(request.job.encode())) > MOST_JOB_BYTES:
+        raise ValueError(f"job: has {size} bytes; at most {MOST_JOB_BYTES} are a job")
     spec = parse_job(request.job)
     if not spec.model.known:
         raise ValueError("model: its layers are not described; submit it with 'oobleck submit'")

@@ -19,9 +19,10 @@ import grpc
 
 from oobleck.core.job.spec import JobSpec
 from oobleck.host.system.files import open_regular, sync_directory
-from oobleck.host.wheel import MOST_WHEEL_BYTES, PART_BYTES, digest_of, stored_as
+from oobleck.host.wheel import MOST_WHEEL_BYTES, digest_of, stored_as
 from oobleck.master.state.job import ENDED, Job
 from oobleck.master.storage.disk import storing
+from oobleck.proto.bounds import PART_BYTES
 
 #: Bytes of all wheels together.
 _MOST_BYTES = 1 << 30

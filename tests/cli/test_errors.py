@@ -23,6 +23,7 @@ from oobleck.cli.main import COMMANDS, GROUPS, oobleck
 from oobleck.host.command import CommandFailed
 from oobleck.host.ipc.endpoint import DEFAULT_MASTER
 from oobleck.proto import control_pb2 as pb
+from oobleck.proto.bounds import MOST_RECEIVED_BYTES
 from support.commands import refused, run
 
 VERBS = [
@@ -280,6 +281,13 @@ def test_what_is_no_job_file_is_refused_at_once(tmp_path: Path) -> None:
     assert "larger than 1 MiB" in refused(run("submit", str(large)), 2)
     assert "is not a regular file" in refused(run("submit", "/dev/zero"), 2)
     assert "nothing came through this pipe for 5 s" in refused(run("submit", str(pipe)), 2)
+
+
+def test_a_submission_that_is_larger_than_a_message_is_refused_unsent() -> None:
+    told = pytest.raises(CommandFailed, match="at most 524288 can be sent; give")
+    with MasterClient("127.0.0.1:1") as client, told as failed:
+        client.submit("{}", "1", profile=" " * MOST_RECEIVED_BYTES)
+    assert failed.value.exit_code == 2
 
 
 @pytest.mark.parametrize(

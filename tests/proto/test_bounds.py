@@ -176,7 +176,7 @@ def test_what_is_no_assignment_is_told(data: bytes, reason: str) -> None:
         (b"", "not a valid WorkerReport"),
         (b"{}", "not a valid WorkerReport"),
         (b"[" * 60_000, "not a valid WorkerReport"),
-        (bytes((1 << 20) + 1), "more than"),
+        (bytes((448 << 10) + 1), "more than"),
         (
             b'{"job_id": "j", "slot": 0, "incarnation": "ab", "what": {"type": "measured", '
             b'"attempt": 1, "measurement": null, "alone_s": [1, 0]}}',
@@ -195,7 +195,7 @@ def test_what_is_no_report_is_told(data: bytes, reason: str) -> None:
         (b"", "not a valid answer"),
         (b'{"type": "whatever"}', "not a valid answer"),
         (b"[" * 60_000, "not a valid answer"),
-        (bytes((1 << 20) + 1), "more than"),
+        (bytes((448 << 10) + 1), "more than"),
         (b'{"type": "time", "unix": -1}', "unix: "),
         (b'{"type": "looked", "findings": [{"check": "x", "level": "bad", "what": ""}]}', "level"),
     ],
@@ -267,16 +267,16 @@ def test_what_a_cluster_sends_is_far_within() -> None:
         * bounds.MOST_SLOTS
     )
     recorded = pb.Recorded(recording="x" * _PART_CHARACTERS)
-    register = pb.Register(status=status, running=pb.Assignment(assign=bytes(1 << 20)))
+    register = pb.Register(status=status, running=pb.Assignment(assign=bytes(400 << 10)))
     for large in (
         pb.AgentMessage(status=status),
         pb.AgentMessage(register=register),
         pb.AgentMessage(recorded=recorded),
-        pb.SubmitRequest(job="x" * (1 << 20), profile="x" * (8 << 20)),
-        pb.CodeChunk(data=bytes(1 << 20)),
+        pb.SubmitRequest(job="x" * (400 << 10), profile="x" * (100 << 10)),
+        pb.CodeChunk(data=bytes(bounds.PART_BYTES)),
     ):
         encoded = large.SerializeToString()
-        assert len(encoded) > bounds.SMALL_BYTES
+        assert bounds.SMALL_BYTES < len(encoded) <= bounds.MOST_RECEIVED_BYTES
         bounds.check_encoded(large.DESCRIPTOR, encoded)
         bounds.check_bounds(large)
 

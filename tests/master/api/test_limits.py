@@ -14,9 +14,10 @@ import pytest
 from oobleck.host.detection import DETECTIONS
 from oobleck.master.api import access
 from oobleck.master.api.access import ALLOWED
-from oobleck.master.api.operator_service import MOST_JOB_CHARACTERS
+from oobleck.master.api.operator_service import MOST_JOB_BYTES
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto import control_pb2_grpc as rpc
+from oobleck.proto.bounds import MOST_RECEIVED_BYTES
 from support import loops
 from support.masters import MasterProcess, master
 
@@ -49,10 +50,10 @@ def code_of(
 
 def test_messages_that_are_too_large_are_refused(running: MasterProcess) -> None:
     path = "/oobleck.Operator/Submit"
-    request = pb.SubmitRequest(request_id="1", job="x" * access.MOST_RECEIVED_BYTES)
+    request = pb.SubmitRequest(request_id="1", job="x" * MOST_RECEIVED_BYTES)
     found = code_of(running, path, request.SerializeToString())
     assert found is grpc.StatusCode.RESOURCE_EXHAUSTED
-    smaller = pb.SubmitRequest(request_id="1", job="x" * (MOST_JOB_CHARACTERS + 1))
+    smaller = pb.SubmitRequest(request_id="1", job="x" * (MOST_JOB_BYTES + 1))
     found = code_of(running, path, smaller.SerializeToString())
     assert found is grpc.StatusCode.INVALID_ARGUMENT
     named = pb.CancelRequest(request_id="1", job_id="x" * access.MOST_REQUEST_BYTES)
