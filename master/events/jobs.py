@@ -104,6 +104,8 @@ class Expected(msgspec.Struct, frozen=True, kw_only=True):
     step_s: float
     #: Time without a committed step.
     stall_s: float
+    #: State that nodes receive, before the switch too; 0: none, or unknown.
+    moved_bytes: int = 0
     #: Steps until the next loss is expected; None: nothing was compared.
     value: float | None = None
     runner_up: RunnerUp | None = None

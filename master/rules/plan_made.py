@@ -158,6 +158,7 @@ def _expected(answer: Answer | None, *, boundary: bool) -> Expected | None:
     return Expected(
         step_s=answer.step_s,
         stall_s=answer.late_s if boundary else CHANGE_S + answer.stall_s + back_s,
+        moved_bytes=answer.moved_bytes,
         value=answer.value,
         runner_up=None
         if other is None

@@ -219,11 +219,20 @@ class Outlook(msgspec.Struct, frozen=True, kw_only=True):
 
 def corrected(factor: float, *, expected_s: float, happened_s: float) -> float:
     """Return the factor on expected times of transfers after one more was seen. Halfway, on a scale
-    of ratios, since one transfer may be beside other traffic."""
-    if expected_s < _LEAST_SEEN_S or happened_s <= 0:
+    of ratios, since one transfer may be beside other traffic.
+
+    `expected_s`: with `factor`, for what was received (`received_s`).
+    """
+    if expected_s / min(factor, 1.0) < _LEAST_SEEN_S or happened_s <= 0:
         return factor
     found = factor * math.sqrt(happened_s / expected_s)
     return min(max(found, _LEAST_FACTOR), _MOST_FACTOR)
+
+
+def received_s(expected_s: float, *, expected_bytes: int, received_bytes: int) -> float:
+    """Return the expected seconds of a transfer for what was received. A loss within another change
+    finds some of the state in place, or less of it than its plan says."""
+    return expected_s * received_bytes / expected_bytes if expected_bytes else expected_s
 
 
 def best_interval_s(save_s: float, between_s: float) -> float:

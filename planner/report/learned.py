@@ -11,7 +11,7 @@ from typing import Any
 
 from oobleck.planner.recovery.chooser import CHANGE_S
 from oobleck.planner.recovery.course import MORPH, SETTLE_S
-from oobleck.planner.recovery.outlook import corrected
+from oobleck.planner.recovery.outlook import corrected, received_s
 
 Record = Mapping[str, Any]
 
@@ -53,7 +53,13 @@ def learn_costs(
             late_s = 0.0 if expected is None else expected["stall_s"]
             found["switch_s"].append(phases["rendezvous"] + phases["transfer"] - late_s)
             continue
-        move_s = 0.0 if expected is None else expected["stall_s"] - CHANGE_S
+        move_s = 0.0
+        if expected is not None:
+            move_s = received_s(
+                expected["stall_s"] - CHANGE_S,
+                expected_bytes=expected.get("moved_bytes", 0),
+                received_bytes=change["received_bytes"],
+            )
         took_s, link_s = phases.get("transfer", 0.0), move_s / factor
         if change["policy"] != MORPH:
             factor = corrected(factor, expected_s=move_s, happened_s=took_s)

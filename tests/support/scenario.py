@@ -471,7 +471,10 @@ class Player:
                 )
             self._tell(agent)
 
-    def do_phase(self, phase: str, generation: str, *names: str) -> None:
+    def do_phase(self, phase: str, generation: str, *words: str) -> None:
+        """PHASE GENERATION N1 N2 [bytes=100]: report a phase, `transferred` with received bytes."""
+        names = [word for word in words if not word.startswith("bytes=")]
+        received = next((word[6:] for word in words if word not in names), "100")
         step = self.job.seen.steps.committed_step
         for name in names:
             reached = PhaseReached(
@@ -479,7 +482,7 @@ class Player:
                 phase=phase,  # type: ignore[arg-type]
                 committed_step=step if phase == "joined" else None,
                 redo=phase == "joined" and step > 0,
-                received_bytes=100 if phase == "transferred" else 0,
+                received_bytes=int(received) if phase == "transferred" else 0,
             )
             self.report(WorkerId(NodeName(name), 0), reached)
 

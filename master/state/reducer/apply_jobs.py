@@ -30,7 +30,7 @@ from oobleck.master.state.pace import StandBy
 from oobleck.master.state.slowdowns import slow_after
 from oobleck.planner.recovery.chooser import CHANGE_S
 from oobleck.planner.recovery.course import base_behind
-from oobleck.planner.recovery.outlook import corrected
+from oobleck.planner.recovery.outlook import corrected, received_s
 
 
 def apply(state: ClusterState, event: jobs.JobEvent, now: float, unix: float) -> None:
@@ -366,7 +366,11 @@ def _learn(job: Job, transition: jobs.ReconfigurationStats) -> None:
         return
     job.lineage.transfers = corrected(
         job.lineage.transfers,
-        expected_s=made.expected.stall_s - CHANGE_S,
+        expected_s=received_s(
+            made.expected.stall_s - CHANGE_S,
+            expected_bytes=made.expected.moved_bytes,
+            received_bytes=transition.received_bytes,
+        ),
         happened_s=transition.phases.get("transfer", 0.0),
     )
 

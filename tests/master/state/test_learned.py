@@ -19,21 +19,30 @@ LOSS = """
 2.01 peer_lost n4/0 1
 2.5 phase aborted 2 n1 n2 n4 n5
 3.0 phase joined 2 n1 n2 n4 n5
-{end} phase transferred 2 n1 n2 n4 n5
+"""
+ENTERED = """
+{end} phase transferred 2 n1 n2 n4 n5 bytes={each}
 {after} steps 6 6 2
 """
 LABELLED = "register n1 n2 n3%r1 n4%r1 n5%r2"
 
 
+def play_loss(player: Player) -> tuple[float, int]:
+    """Return the expected seconds and bytes of the transfer."""
+    player.play(LOSS)
+    made = [event for _, event in player.journal if isinstance(event, PlanMade)][-1]
+    assert made.expected is not None
+    moved_s = made.expected.stall_s - CHANGE_S
+    assert moved_s > 1
+    return moved_s, made.expected.moved_bytes
+
+
 @pytest.mark.parametrize("transfer", [5.0, 80.0])
 def test_the_next_transfer_is_expected_to_take_as_long_as_the_last_did(transfer: float) -> None:
     player = Player()
+    expected_s, moved_bytes = play_loss(player)
     end = 3.0 + transfer
-    player.play(LOSS.format(end=end, after=end + 0.1))
-    made = [event for _, event in player.journal if isinstance(event, PlanMade)][-1]
-    assert made.expected is not None
-    expected_s = made.expected.stall_s - CHANGE_S
-    assert expected_s > 1
+    player.play(ENTERED.format(end=end, after=end + 0.1, each=moved_bytes // 4))
     learned = player.job.lineage.transfers
     assert learned == pytest.approx((transfer / expected_s) ** 0.5, rel=0.02)
     assert (learned > 1) == (transfer > expected_s)
@@ -41,9 +50,23 @@ def test_the_next_transfer_is_expected_to_take_as_long_as_the_last_did(transfer:
     assert player.job.lineage.transfers == learned
 
 
+def test_a_transfer_tells_only_of_the_bytes_that_it_moved() -> None:
+    """A loss within another change may find all of the state in place, or a part."""
+    player = Player()
+    play_loss(player)
+    player.play(ENTERED.format(end=3.001, after=3.1, each=0))
+    assert player.job.lineage.transfers == 1.0
+    player = Player()
+    expected_s, moved_bytes = play_loss(player)
+    player.play(
+        ENTERED.format(end=3.0 + expected_s / 4, after=9.0 + expected_s, each=moved_bytes // 16)
+    )
+    assert player.job.lineage.transfers == pytest.approx(1.0, rel=0.02)
+
+
 def test_losses_are_counted_and_known_after_a_restart() -> None:
     player = Player()
-    player.play(LOSS.format(end=4.0, after=4.1))
+    player.play(LOSS + ENTERED.format(end=4.0, after=4.1, each=100))
     losses = player.state.losses
     assert sum(losses.events.values()) == pytest.approx(1.0, rel=1e-3)
     assert set(losses.away) == {"n3"}
@@ -61,7 +84,8 @@ def test_losses_are_counted_and_known_after_a_restart() -> None:
 def test_racks_are_journaled_and_their_losses_are_one_event() -> None:
     """Two of five nodes are a rack; both are lost, and the master starts anew."""
     player = Player()
-    player.play(LOSS.format(end=4.0, after=4.1).replace("register n1 n2 n3 n4 n5", LABELLED))
+    player.play(LOSS.replace("register n1 n2 n3 n4 n5", LABELLED))
+    player.play(ENTERED.format(end=4.0, after=4.1, each=100))
     state = player.state
     node = state.nodes[NodeName("n4")]
     assert node_info(state, node, 5.0, 5.0).rack == "r1"

@@ -308,6 +308,16 @@ def test_transfers_that_took_long_are_expected_to_take_long_again() -> None:
     assert corrected(factor, expected_s=0.01, happened_s=40.0) == factor
 
 
+def test_transfers_that_were_quick_once_are_learned_to_be_slow_again() -> None:
+    factor = 1.0
+    for _ in range(8):
+        factor = corrected(factor, expected_s=0.5 * factor, happened_s=0.01)
+    assert factor == 0.25
+    for _ in range(8):
+        factor = corrected(factor, expected_s=0.5 * factor, happened_s=0.5)
+    assert factor == pytest.approx(1.0, rel=0.01)
+
+
 def test_last_holders_at_risk_cost_what_a_return_would_undo() -> None:
     risky, safe = course(1.0, exposure=ALONE), course(1.1, exposure=SAFE)
     saved = msgspec.structs.replace(expecting(1000.0, 4), behind_steps=1, every_steps=2)

@@ -5,6 +5,16 @@ import pytest
 from oobleck.planner.report.learned import learn_costs
 
 
+PHASES = {
+    "detect": 0.2,
+    "plan": 0.1,
+    "abort": 0.3,
+    "rendezvous": 0.4,
+    "transfer": 2.0,
+    "first_step": 2.5,
+}
+
+
 def change(generation: int, **fields: object) -> dict[str, object]:
     return {
         "event": "reconfigured",
@@ -18,14 +28,8 @@ def change(generation: int, **fields: object) -> dict[str, object]:
         "expected": {"step_s": 1.6, "stall_s": 1.5},
         "redo_step": 7,
         "salvaged_microbatches": 2,
-        "phases": {
-            "detect": 0.2,
-            "plan": 0.1,
-            "abort": 0.3,
-            "rendezvous": 0.4,
-            "transfer": 2.0,
-            "first_step": 2.5,
-        },
+        "received_bytes": 0,
+        "phases": PHASES,
         **fields,
     }
 
@@ -125,6 +129,21 @@ def test_the_speed_of_links_is_free_of_what_the_master_has_learned_of_it() -> No
     events = [
         change(number, expected={"step_s": 1.6, "stall_s": 0.5 + move_s})
         for number, move_s in enumerate(expected, 2)
+    ]
+    costs = learn_costs(events, (), link_bytes_per_s=1e9, microbatches=8)
+    assert costs["bytes_per_s"] == pytest.approx(0.5e9)
+
+
+def test_the_speed_of_links_is_told_by_what_was_received() -> None:
+    """The second change finds half of the state in place, the third one all of it."""
+    events = [
+        change(
+            number,
+            expected={"step_s": 1.6, "stall_s": 0.5 + move_s, "moved_bytes": 800},
+            received_bytes=received,
+            phases={**PHASES, "transfer": received / 400},
+        )
+        for number, (received, move_s) in enumerate([(800, 1.0), (400, 2.0**0.5), (0, 1.0)], 2)
     ]
     costs = learn_costs(events, (), link_bytes_per_s=1e9, microbatches=8)
     assert costs["bytes_per_s"] == pytest.approx(0.5e9)
