@@ -28,7 +28,7 @@ from oobleck.proto import control_pb2 as pb
 #: Time after the last look at which a feed is closed.
 IDLE_S = 30.0
 #: Most feeds of one kind.
-MOST_FEEDS = 24
+MOST_FEEDS = 16
 #: Age, by the job's last sign of life, from which output is not shown.
 _OUTPUT_S = 3600.0
 #: Age up to which an answer is shown at once.

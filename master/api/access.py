@@ -37,8 +37,8 @@ MOST_AHEAD_BYTES = 16 << 10
 MOST_RECORD_BYTES = 4 << 10
 #: Largest request, where `_LARGER` has no other limit.
 MOST_REQUEST_BYTES = 64 << 10
-#: Calls of one holder of certificates at a time: a dashboard has at most 112, for 32 jobs.
-MOST_OF_HOLDER = 128
+#: Calls of one holder of certificates at a time: a dashboard has at most 64, for 16 jobs.
+MOST_OF_HOLDER = 96
 #: Of these, calls that send more than one message.
 MOST_SENDING = 4
 #: Of these, calls whose first message is received at one moment; others wait.

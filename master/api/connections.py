@@ -38,8 +38,8 @@ MOST_OF_SOURCE = 2048
 #: Waiting connections of all sources; where there are more, each source's share is less.
 MOST_WAITING = 4096
 #: Proven connections of one holder of certificates, each of some 60 KiB: an agent has one, a run of
-#: `oobleck` two at most, a dashboard 40.
-MOST_OF_HOLDER = 48
+#: `oobleck` two at most, a dashboard 32.
+MOST_OF_HOLDER = 40
 #: Waiting connections that one with a denied call counts as, until `REFUSED_S` after the last
 #: denial.
 DENIED_COUNTS_AS = 32
