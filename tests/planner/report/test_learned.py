@@ -4,7 +4,6 @@ import pytest
 
 from oobleck.planner.report.learned import learn_costs
 
-
 PHASES = {
     "detect": 0.2,
     "plan": 0.1,
