@@ -27,9 +27,13 @@ _SECRET = re.compile(
 )
 #: Short words that are parts of many others, as in `author` and `encode`; these match whole words
 #: only.
-_SECRET_WORDS = frozenset({"auth", "authorization", "bearer", "jwt", "pass", "pw", "pwd", "sas"})
-#: OAuth's names; `country_code` and its like are not secret.
-_SECRET_NAMES = frozenset({"code", "authcode", "authorizationcode", "devicecode", "usercode"})
+_SECRET_WORDS = frozenset(
+    {"auth", "authorization", "bearer", "jwt", "otp", "pass", "pw", "pwd", "sas", "sid", "ticket"}
+)
+#: OAuth's names, and a session's; `country_code` and its like are not secret.
+_SECRET_NAMES = frozenset(
+    {"code", "authcode", "authorizationcode", "devicecode", "usercode", "sessionid", "phpsessid"}
+)
 _WORD_OF_NAME = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
 #: Webhooks, whose path alone allows posting by HTTP. The secret is all after the host `hooks.*`, or
 #: after a part of the path or host such as `webhooks`; and Telegram's `/bot123:TOKEN/`.
@@ -42,11 +46,12 @@ _HOOK = re.compile(
     re.IGNORECASE,
 )
 #: Secrets that are known by what they are or by what is before them, in any text: tokens of GitHub,
-#: GitLab, Slack and Hugging Face, of an Authorization header, and a key of Azure's storage.
+#: GitLab, Slack and Hugging Face, of an Authorization header, and keys of Azure's storage and AWS.
 _TOKEN = re.compile(
     r"(?<![A-Za-z0-9_])(?:gh[oprsu]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|glpat-[\w-]{20,}"
     r"|xox[a-z]-[A-Za-z0-9-]{20,}|hf_[A-Za-z0-9]{20,}|(?<=Bearer )[\w.~+/-]{8,}=*"
-    r"|(?<=AccountKey=)[\w+/]{8,}=*)"
+    r"|(?<=AccountKey=)[\w+/]{8,}=*"
+    r"|(?<=secret_access_key=)[\w+/]{8,}|(?<=SECRET_ACCESS_KEY=)[\w+/]{8,})"
 )
 
 

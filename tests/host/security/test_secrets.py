@@ -63,6 +63,9 @@ from oobleck.host.storage.folder import open_folder
         (f"refused: hf_{17 * 'a'}hunter2", "refused: ***"),
         (f"ghp_{17 * 'a'}hunter2 github_pat_1_{17 * 'a'}hunter2", "*** ***"),
         ("AccountName=a;AccountKey=hunter2aaa==;B=c", "AccountName=a;AccountKey=***;B=c"),
+        ("AWS_SECRET_ACCESS_KEY=hunter2/aaa+a python", "AWS_SECRET_ACCESS_KEY=*** python"),
+        ("https://x/p?sessionid=hunter2&session=2", "https://x/p?sessionid=***&session=2"),
+        ("https://x/p?ticket=hunter2&otp=hunter2", "https://x/p?ticket=***&otp=***"),
         ("myhdfs://hunter2@store/path", "myhdfs://***@store/path"),
     ],
 )
@@ -86,6 +89,7 @@ def test_secrets_are_hidden(url: str, shown: str) -> None:
         "filecache::hdfs://user@nn:9000/path",
         "http://x:9000 is asked by a@b",
         "https://x/p?author=a&encode=b&codec=c&country_code=de&passes=3&compass=n&mode=r",
+        "https://x/p?side=a&tickets=3&potp=1&session=2",
         "https://x/p?status_code=200&bypass=1&unicode=1&accessed=2",
         "https://x/p?max_tokens=3&tokenizer=bpe&design=a&assign=b",
         "s3://store/hooks/train.bin",
