@@ -7,7 +7,7 @@ boundaries, joins, and waiting. Must not know how plans are made.
 
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -461,6 +461,8 @@ class Replay:
             self._empty(repaired)
             if instant.time_s == 0 and self._shape is None:
                 self._start(free=True)
+            elif self._lacks_layers(self._gone):
+                self._roll_back()
             return
         coming = self._coming
         misses = coming is not None and not lost.isdisjoint(coming.newcomers)
@@ -522,7 +524,7 @@ class Replay:
         self._phases.clear()
         gone = self._gone.union(repaired)
         assert self._shape is not None, "there is a plan"
-        if any(own <= gone for own in self._shape.holders) and not self._roll_back():
+        if self._lacks_layers(gone) and not self._roll_back():
             return
         if self._policy == course.MORPH and self._costs.checkpoint_every_s:
             self._roll_back()
@@ -561,6 +563,10 @@ class Replay:
         self.account.waste(lost, (1 - keep) * share * self.account.batch, "redone_step")
         self._spent, self._kept = kept, keep * share
 
+    def _lacks_layers(self, gone: Set[int]) -> bool:
+        """Return whether all holders of some layer are among the seats that are `gone`."""
+        return self._shape is not None and any(own <= gone for own in self._shape.holders)
+
     def _roll_back(self) -> bool:
         """Return to the newest checkpoint, or to the beginning before the first one. Return False
         if there are none, so that the job has failed."""
@@ -576,7 +582,8 @@ class Replay:
             return True
         self._failed = True
         self._reason = "the last holder of a layer is lost, and there are no checkpoints"
-        self._begin_to_wait()
+        if self._waits_since is None:
+            self._begin_to_wait()
         return False
 
     def _found_without_draining(self, wanted: PlanWanted) -> tuple[Outcome | None, list[str]]:
@@ -674,8 +681,6 @@ class Replay:
     def _resume(self) -> None:
         if self._shape is None:
             self._start(free=False)
-            return
-        if any(own <= self._gone for own in self._shape.holders) and not self._roll_back():
             return
         outcome, fresh = self._resumed()
         self._waits_since = None

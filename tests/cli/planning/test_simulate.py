@@ -45,7 +45,9 @@ def test_policies_stand_side_by_side_with_the_bounds(asked: tuple[str, ...]) -> 
         assert sum(each["seconds"].values()) == each["wall_s"] == 600
         assert each["seconds"]["useful"] + sum(each["badput"].values()) == 600
         assert each["samples_per_s"] == pytest.approx(each["samples"] / 600)
-        assert 0 < each["samples_per_s"] <= 1.01 * bounds["free_changes_samples_per_s"]
+        # In its wait a layer's last holder goes, an hour before the first checkpoint.
+        assert (each["samples"] > 0) == (each is not waits)
+        assert each["samples_per_s"] <= 1.01 * bounds["free_changes_samples_per_s"]
         assert each["events"] == 4
         assert each is waits or each["failed_at"] is None
         # 5.67 live nodes on average, for ten minutes at 2 an hour.

@@ -243,6 +243,18 @@ def test_a_job_waits_for_nodes_and_goes_on_with_what_survivors_hold() -> None:
     assert back.data()["seconds"]["waiting"] == 41, "they settle for a second"
 
 
+@pytest.mark.parametrize("every_s", [0, 30])
+def test_a_wait_keeps_no_steps_whose_last_holders_go(every_s: float) -> None:
+    lost = [(70.0 + number, "remove", f"n{number}") for number in range(1, NODES + 1)]
+    costs = replace(COSTS, checkpoint_every_s=every_s)
+    found = result(trace(*lost), 200, "wait", costs)
+    assert found.failed_at == 71
+    assert result(trace(lost[0]), 200, "wait", costs).account.steps > found.account.steps
+    assert found.account.badput["redone_checkpoint"] > 0
+    assert found.account.returns == (1 if every_s else 0)
+    assert (found.samples > 0) == bool(every_s)
+
+
 def test_a_return_undoes_the_steps_since_the_checkpoint() -> None:
     step_s = shapes().first(NODES).step_s
     gone = [(29.5 * step_s, "remove", f"n{number}") for number in range(1, NODES + 1)]
