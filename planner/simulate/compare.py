@@ -4,6 +4,7 @@ Owns the bounds. Must not know how a replay goes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +24,7 @@ from oobleck.planner.simulate.trace import Trace
 class Bounds:
     """Samples per second that a policy is measured by."""
 
-    #: With the best first plan of the live nodes at each instant, and changes free.
+    #: With the best known plan of the live nodes at each instant, and changes free.
     free_changes: float
     #: In proportion to the live nodes.
     live_nodes: float
@@ -139,10 +140,9 @@ def _spans(setting: Setting) -> list[tuple[float, int]]:
 def _bounds(setting: Setting, node_s: float, report: Callable[[str, float], None]) -> Bounds:
     full = setting.batch / setting.full_step_s
     spans = [(span_s, live) for span_s, live in _spans(setting) if span_s]
-    best, rates = 0.0, {}
+    rates = {}
     for live in sorted({live for _, live in spans}):
-        # More nodes are never worse: some may stay idle.
-        best = rates[live] = max(best, _first_rate(setting, live))
+        rates[live] = _best_rate(setting, live)
         report("bounds", 0.0)
     free = sum(span_s * rates[live] for span_s, live in spans)
     return Bounds(
@@ -152,12 +152,12 @@ def _bounds(setting: Setting, node_s: float, report: Callable[[str, float], None
     )
 
 
-def _first_rate(setting: Setting, nodes: int) -> float:
-    """Return the samples per second of the first plan of so many nodes; 0: there is none."""
+def _best_rate(setting: Setting, nodes: int) -> float:
+    """Return the samples per second of the best known plan of at most so many nodes; 0: there is
+    none. Re-routed plans may be faster than first ones."""
     terms, shapes = setting.shapes.terms, setting.shapes
     least = min(terms.fault_tolerance + 1, nodes // terms.sizes.start)
-    try:
-        step_s = shapes.first(nodes, max(1, least)).step_s
-    except PlanInfeasible:
-        return 0.0
-    return setting.batch / (step_s * setting.costs.step_ratio)
+    with suppress(PlanInfeasible):
+        shapes.first(nodes, max(1, least))
+    found = [step_s for number, step_s in shapes.shortest_s.items() if number <= nodes]
+    return setting.batch / (min(found) * setting.costs.step_ratio) if found else 0.0

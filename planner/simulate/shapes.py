@@ -89,6 +89,8 @@ class Shapes:
         self._first: dict[tuple[int, int, Racks], Outcome | PlanInfeasible] = {}
         self._asked: dict[object, _Asked | PlanInfeasible] = {}
         self._staying: dict[object, float] = {}
+        #: Seconds of the shortest step of the plans found so far, by their number of nodes.
+        self.shortest_s: dict[int, float] = {}
 
     def first(self, nodes: int, pipelines: int | None = None, racks: Racks = ()) -> Outcome:
         """Return the first plan for so many nodes; `pipelines`: the fewest, by default those for
@@ -153,23 +155,30 @@ class Shapes:
         plan = first.plan
         shape, before = self._shape(plan, plan)
         seat = {name: -1 - number for number, name in enumerate(names)}
+        step_s = max(first.choice.step_s, _LEAST_STEP_S)
+        self._note_step(len(before), step_s)
         return Outcome(
             shape=shape,
             seats=tuple(seat[name] for name in before),
-            step_s=max(first.choice.step_s, _LEAST_STEP_S),
+            step_s=step_s,
             policy="templates",
             rule="first",
         )
+
+    def _note_step(self, nodes: int, step_s: float) -> None:
+        self.shortest_s[nodes] = min(step_s, self.shortest_s.get(nodes, step_s))
 
     def _outcome(self, asked: "_Asked", taken: Answer) -> Outcome:
         key = id(taken.found)
         if key not in asked.outcomes:
             following = after(asked.change, taken)
             made, before = self._shape(following.plan, following.base)
+            step_s = max(taken.step_s, _LEAST_STEP_S)
+            self._note_step(len(before), step_s)
             asked.outcomes[key] = Outcome(
                 shape=made,
                 seats=tuple(asked.seat[name] for name in before),
-                step_s=max(taken.step_s, _LEAST_STEP_S),
+                step_s=step_s,
                 stall_s=taken.stall_s,
                 moved_bytes=taken.moved_bytes,
                 late_s=taken.late_s,
