@@ -5,10 +5,11 @@
 Each case is a random model on a random cluster: its first plan loses one or two nodes, and gets
 them back. Printed are, over the cases:
 
-- `loss`: the steps that are expected until the next loss by the choice of `auto`, against the best
-  of all candidates that keep as high a guarantee: each policy's own answer, alone or followed by
-  templates or by the shape of a first plan, and that shape at once. The next loss is expected after
-  1 minute to 7 days, which is drawn too;
+- `loss`: the steps that are expected until the next loss by the choice of `auto`, less those that a
+  return stands still for if it takes a last holder, against the best of all candidates that keep as
+  high a guarantee: each policy's own answer, alone or followed by templates, by the shape of a
+  first plan or by a move of a stage, and that shape at once. The next loss is expected after 1
+  minute to 7 days, which is drawn too;
 - `against a first plan`: the step of the plan behind the loss, and of that after the return, over
   that of a first plan for the same nodes;
 - `against staying`: the step after the return over that before it.
@@ -22,7 +23,7 @@ import math
 import random
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from bench.choice import random_question
 from oobleck.core.errors import PlanInfeasible
@@ -30,12 +31,13 @@ from oobleck.core.ids import Generation, NodeName
 from oobleck.core.plan import Plan
 from oobleck.core.schedules import Schedule
 from oobleck.planner.cost.estimate import estimate_step
-from oobleck.planner.recovery.answer import Answer, Change, splitting_weight
+from oobleck.planner.recovery.answer import Answer, Change, late_behind_s, splitting_weight
 from oobleck.planner.recovery.chooser import CHANGE_S, SWITCH_S, choose
 from oobleck.planner.recovery.course import behind_answer
+from oobleck.planner.recovery.normalise import normalised
 from oobleck.planner.recovery.outlook import Outlook, expecting
 from oobleck.planner.recovery.policies import answer as chosen
-from oobleck.planner.recovery.policies import answers, ask, unforced
+from oobleck.planner.recovery.policies import answers, ask, ready_steps, unforced
 from oobleck.planner.recovery.reconfigure import can_lose
 from oobleck.planner.recovery.terms import Terms, after
 from oobleck.planner.recovery.worth import anew
@@ -102,33 +104,58 @@ def weighed_s(step_s: float, plan: Plan) -> float:
     return step_s * splitting_weight(plan)
 
 
-def committed(answers_in_turn: Sequence[Answer], wait_s: float) -> float:
+def lone_share(plan: Plan, live: Sequence[NodeName]) -> float:
+    """Return the share of the live nodes each of which holds some layer of the plan alone."""
+    left = [own & frozenset(live) for own in plan.layer_nodes()]
+    return len({name for own in left if len(own) == 1 for name in own}) / len(live)
+
+
+def committed(
+    answers_in_turn: Sequence[Answer], change: Change, wait_s: float, back_steps: float
+) -> float:
     """Return the steps that are expected until the next loss: each plan's standstill, then its
-    steps; all but the last one have as many whole steps as the copying for the next one takes."""
+    steps; all but the last one have as many whole steps as preparing the next one takes. A
+    loss that takes a last holder costs `back_steps`."""
     at, steps = CHANGE_S + answers_in_turn[0].stall_s, 0.0
+    spans = [(change.plan, 0.0)]
     for number, each in enumerate(answers_in_turn):
         step_s = weighed_s(each.step_s, each.found.plan)
+        spans.append((each.found.plan, at))
         if number + 1 == len(answers_in_turn):
-            return steps + wait_s / step_s * math.exp(-at / wait_s)
+            steps += wait_s / step_s * math.exp(-at / wait_s)
+            continue
         behind = answers_in_turn[number + 1]
-        until = at + step_s * (1 + -(-behind.stall_s // step_s))
+        ready = max(ready_steps(change, each, behind), behind.stall_s / step_s)
+        until = at + step_s * (1 + math.ceil(ready))
         steps += wait_s / step_s * (math.exp(-at / wait_s) - math.exp(-until / wait_s))
         at = until + SWITCH_S + behind.late_s
-    return steps
+    chances = [math.exp(-begin / wait_s) for _, begin in spans]
+    returns = sum(
+        lone_share(plan, change.live) * (from_then - later)
+        for (plan, _), from_then, later in zip(spans, chances, [*chances[1:], 0.0], strict=True)
+    )
+    return steps - returns * back_steps
 
 
 def candidates(change: Change, best: Answer) -> Iterator[tuple[Answer, ...]]:
     own = {name: one for name, one in answers(change).items() if isinstance(one, Answer)}
+
+    def pair(first: Answer, behind: Answer) -> tuple[Answer, Answer]:
+        return first, replace(behind, late_s=late_behind_s(change, first, behind))
+
     yield (best,)
     yield from ((one,) for one in own.values())
-    yield from ((one, best) for one in own.values())
+    yield from (pair(one, best) for one in own.values())
     if {"reroute", "templates"} <= own.keys():
-        yield own["reroute"], own["templates"]
+        routed = own["reroute"]
+        yield pair(routed, own["templates"])
+        with contextlib.suppress(PlanInfeasible):
+            yield from ((routed, one) for one in normalised(after(change, routed)))
 
 
 def follow_up(change: Change, taken: Answer, outlook: Outlook) -> tuple[Answer, ...]:
     """Return what the boundary makes of the intended follow-up; nothing where it is refused."""
-    if taken.then not in ("templates", "anew"):
+    if taken.then not in ("templates", "anew", "normalise"):
         return ()
     with contextlib.suppress(PlanInfeasible):
         return (choose(ask(after(change, taken), behind_answer(taken.then)), outlook),)
@@ -152,11 +179,13 @@ def examine(seed: int) -> Outcome:
     by_templates = chosen(change, "templates", outlook)
     course = (taken, *follow_up(change, taken, outlook))
     kept = guarantee(course[-1], case.f)
-    most = max(
-        committed(one, case.wait_s)
-        for one in candidates(change, best)
-        if guarantee(one[-1], case.f) >= kept
-    )
+    others = [one for one in candidates(change, best) if guarantee(one[-1], case.f) >= kept]
+    least_s = min(weighed_s(one[-1].step_s, one[-1].found.plan) for one in (course, *others))
+
+    def value(answers_in_turn: Sequence[Answer]) -> float:
+        return committed(answers_in_turn, change, case.wait_s, outlook.back_s / least_s)
+
+    most = max(map(value, others))
     back = case.change(course[-1].found.plan, by_templates.found.plan, case.names)
     staying_s = weighed_s(course[-1].step_s, course[-1].found.plan)
     try:
@@ -167,7 +196,7 @@ def examine(seed: int) -> Outcome:
     before_s = weighed_s(estimate_step(before, case.profile, tied=True).step_s, before)
     return Outcome(
         seed=seed,
-        loss=max(0.0, 1 - committed(course, case.wait_s) / most),
+        loss=max(0.0, 1 - value(course) / most),
         loss_first=weighed_s(course[-1].step_s, course[-1].found.plan) / weighed_s(first_s, first)
         - 1,
         returned=None if after_s is None else after_s / staying_s - 1,

@@ -159,6 +159,8 @@ class NumberedCourse(msgspec.Struct, frozen=True, kw_only=True):
 
     first: int
     behind: int | None
+    behind_late_s: float
+    ready_steps: float
     guarantee: int
     exposure: Exposure
 
@@ -183,6 +185,8 @@ class NextPlanReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
                 NumberedCourse(
                     first=number[id(course.first)],
                     behind=number.get(id(course.behind)),
+                    behind_late_s=course.behind_late_s,
+                    ready_steps=course.ready_steps,
                     guarantee=course.guarantee,
                     exposure=course.exposure,
                 )
@@ -198,6 +202,8 @@ class NextPlanReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
             Course(
                 first=self.answers[one.first],
                 behind=None if one.behind is None else self.answers[one.behind],
+                behind_late_s=one.behind_late_s,
+                ready_steps=one.ready_steps,
                 guarantee=one.guarantee,
                 exposure=one.exposure,
             )

@@ -6,7 +6,7 @@ Must not know any policy.
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Literal
 
@@ -227,6 +227,15 @@ def answer(
         outrun_bytes=outrun,
         late_s=outrun / rate + _gradients_late_s(change, made.plan),
     )
+
+
+def late_behind_s(change: Change, first: Answer, behind: Answer) -> float:
+    """Return the `late_s` of `behind`, an answer to the change, at a step boundary of `first`."""
+    if not behind.moved_bytes:
+        return behind.late_s
+    outrun_s = behind.outrun_bytes / change.profile.links.inter_node_bytes_per_s
+    running = replace(change, plan=first.found.plan)
+    return outrun_s + _gradients_late_s(running, behind.found.plan)
 
 
 def idle(change: Change, plan: Plan) -> tuple[NodeName, ...]:

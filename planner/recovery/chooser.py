@@ -23,6 +23,9 @@ from oobleck.planner.recovery.outlook import Outlook
 #: Seconds of a change of generation beside moving state, and of one that was prepared in training
 #: (`python -m bench.changes`: up to 0.13 s).
 CHANGE_S, SWITCH_S = 0.5, 0.1
+#: Steps from a plan for a step boundary until workers are ready to switch, to connect and to catch
+#: up, beside one for each layer that one of them copies to another (`python -m bench.simulated`).
+READY_STEPS = 1.8
 #: Courses this close in value are equal: estimates are not more exact.
 TIE = 0.005
 #: Bytes this close are equal.
@@ -53,6 +56,10 @@ class Course:
 
     first: Answer
     behind: Answer | None = None
+    #: `late_s` of `behind` at a step boundary of `first`; its own is for a loss.
+    behind_late_s: float = 0.0
+    #: Steps of `first` until workers are ready for `behind`, at least.
+    ready_steps: float = 0.0
     #: Nodes that can be lost in the end, as far as the job asks for that, and what is held then.
     guarantee: int
     exposure: Exposure
@@ -97,14 +104,16 @@ class Course:
         if self.behind is not None:
             behind = self.behind
             kept = outlook.kept if staying is None else 0.0
-            steps = 1 + math.ceil(behind.stall_s / step_s) - kept
+            steps = 1 + math.ceil(max(self.ready_steps, behind.stall_s / step_s)) - kept
             found += [
                 Phase(
                     seconds=steps * step_s,
                     steps_per_s=1 / step_s,
                     exposure=first.exposure,
                 ),
-                Phase(seconds=SWITCH_S + behind.late_s, steps_per_s=0.0, exposure=first.exposure),
+                Phase(
+                    seconds=SWITCH_S + self.behind_late_s, steps_per_s=0.0, exposure=first.exposure
+                ),
             ]
         last = Phase(seconds=math.inf, steps_per_s=1 / weighed_s(self.last), exposure=self.exposure)
         return [*found, last]
@@ -113,6 +122,8 @@ class Course:
     def answer(self) -> Answer:
         if self.behind is None:
             return self.first
+        if self.behind.policy == "normalise":
+            return replace(self.first, then="normalise")
         # Behind a re-routed plan templates follow in any case, and may take that shape too.
         anew = self.behind.anew and self.first.policy == "templates"
         return replace(self.first, then="anew" if anew else "templates")
@@ -202,7 +213,8 @@ def _paced(course: Course, factor: float) -> Course:
         for each in (course.first, course.behind)
     )
     assert first is not None, "a course begins with an answer"
-    return replace(course, first=first, behind=behind)
+    late_s = course.behind_late_s * factor
+    return replace(course, first=first, behind=behind, behind_late_s=late_s)
 
 
 def choose(found: Candidates, outlook: Outlook) -> Answer:

@@ -11,8 +11,8 @@
 - `morph` (Varuna, EuroSys 2022): the best shape for the live nodes, with the state of the newest
   checkpoint.
 - `wait`: no plan has fewer nodes than the running one.
-- `auto` has the first two as candidates, `reroute` followed by `templates`, and the shape of a
-  first plan, at once or behind another answer.
+- `auto` has the first two as candidates, `reroute` followed by `templates` or `normalise`, and the
+  shape of a first plan, at once or behind another answer.
 
 Owns which courses a policy may take, and the candidates for each request of a job's course.
 `oobleck.planner.recovery.chooser` takes the best one. Must not know how a plan is made.
@@ -33,11 +33,14 @@ from oobleck.planner.recovery.answer import (
     Change,
     Exposure,
     Policy,
+    copied_layers,
+    late_behind_s,
     situation,
     splitting_weight,
 )
 from oobleck.planner.recovery.chooser import (
     LEAST_GAIN,
+    READY_STEPS,
     Candidates,
     Course,
     Staying,
@@ -48,6 +51,7 @@ from oobleck.planner.recovery.course import PlanWanted, routes_losses
 from oobleck.planner.recovery.normalise import normalised, promising
 from oobleck.planner.recovery.outlook import Outlook
 from oobleck.planner.recovery.reconfigure import can_lose
+from oobleck.planner.recovery.terms import after
 from oobleck.planner.recovery.uneven.answer import uneven
 from oobleck.planner.recovery.uneven.candidates import staying_s
 from oobleck.planner.recovery.worth import (
@@ -56,6 +60,7 @@ from oobleck.planner.recovery.worth import (
     by_templates,
     shadowed,
     shadows_behind,
+    visits,
     with_following,
 )
 
@@ -64,6 +69,9 @@ from oobleck.planner.recovery.worth import (
 _MOST_ANEW = 64
 #: Least share by which the shape of a first plan must shorten a step to be a candidate.
 _LEAST_ANEW = 0.01
+#: Most visits of a plan for which a move of a stage is a candidate of `auto`: a loss waits for its
+#: schedule, which takes some 0.1 s then.
+_MOST_MOVED = 2_000
 _TEMPLATES_FIRST: tuple[Policy, Policy] = ("templates", "reroute")
 _REROUTE_FIRST: tuple[Policy, Policy] = ("reroute", "templates")
 #: Answer of each policy to a change, or its refusal.
@@ -154,7 +162,9 @@ def for_change(change: Change, wanted: RecoveryPolicy) -> Candidates:
     with suppress(PlanInfeasible):
         routed = by_reroute(change)
         courses.append(_course(change, routed))
-        courses += [_course(change, routed, each) for each in offers]
+        courses += [
+            _course(change, routed, each) for each in (*offers, *_normalised(change, routed))
+        ]
     return _forced(courses, change)
 
 
@@ -217,7 +227,7 @@ def morphed(change: Change) -> Answer:
     """Answer with the best shape for the live nodes, whatever they hold: all state comes from the
     newest checkpoint. Raises PlanInfeasible."""
     best = by_templates(change)
-    best = next(iter(_anew_if_better(change, best)), best)
+    best = min([best, *_anew_if_better(change, best)], key=weighed_s)
     return replace(best, policy="morph", moved_bytes=0, stall_s=0.0, outrun_bytes=0, late_s=0.0)
 
 
@@ -235,6 +245,18 @@ def answers(change: Change) -> Answers:
         except PlanInfeasible as infeasible:
             by_policy[policy] = infeasible
     return by_policy
+
+
+def _normalised(change: Change, routed: Answer) -> Sequence[Answer]:
+    """Return the re-routed plan with one stage moved, where that is worth it; nothing for large
+    plans."""
+    plan = routed.found.plan
+    if visits(plan) > _MOST_MOVED or not promising(change, plan):
+        return []
+    try:
+        return normalised(after(change, routed))
+    except PlanInfeasible:
+        return []
 
 
 def _forced(courses: Sequence[Course], change: Change) -> Candidates:
@@ -281,21 +303,30 @@ def _course(change: Change, first: Answer, behind: Answer | None = None) -> Cour
     return Course(
         first=first,
         behind=behind,
+        behind_late_s=0.0 if behind is None else late_behind_s(change, first, behind),
+        ready_steps=0.0 if behind is None else ready_steps(change, first, behind),
         guarantee=min(can_lose(last), change.fault_tolerance),
         exposure=Exposure.of(last, racks=change.racks),
     )
 
 
+def ready_steps(change: Change, first: Answer, behind: Answer) -> float:
+    """Return the steps of `first` that pass until workers are ready for `behind`, at least."""
+    running = replace(change, plan=first.found.plan)
+    return READY_STEPS + copied_layers(running, behind.found.plan)
+
+
 def _anew_if_better(change: Change, offer: Answer) -> Sequence[Answer]:
-    """Return the shape of a first plan if its step is clearly shorter than that of `offer`; else
-    nothing."""
+    """Return the shape of a first plan if its step is clearly shorter than that of `offer`, or if
+    only `offer` has a layer on one node alone; else nothing."""
     if len(change.live) > _MOST_ANEW:
         return []
     try:
         best = anew(change)
     except PlanInfeasible:
         return []
-    return [best] if weighed_s(best) <= (1 - _LEAST_ANEW) * weighed_s(offer) else []
+    faster = weighed_s(best) <= (1 - _LEAST_ANEW) * weighed_s(offer)
+    return [best] if faster or offer.exposure.can_lose < 1 <= best.exposure.can_lose else []
 
 
 def _instead(other: Policy, first: Policy, why: PlanInfeasible, change: Change) -> Answer:

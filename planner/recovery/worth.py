@@ -384,7 +384,7 @@ def _best_around(change: Change) -> tuple[Plan, float]:
     why: PlanInfeasible | None = None
     ways = _around(change)
     most_s = math.inf
-    if _visits(change.plan) > _LARGE_VISITS:  # list scheduling takes most of the time
+    if visits(change.plan) > _LARGE_VISITS:  # list scheduling takes most of the time
         whole_s = min((way.weighed_s for way in ways if not way.listed), default=math.inf)
         most_s = (1 - _LEAST_LISTED) * whole_s
 
@@ -473,7 +473,7 @@ _LARGE_VISITS = 20_000
 _LEAST_LISTED = 0.02
 
 
-def _visits(plan: Plan) -> int:
+def visits(plan: Plan) -> int:
     """Count the hops that all micro-batches visit."""
     return sum(route.microbatches * len(route.hops) for route in plan.routes)
 
@@ -484,7 +484,7 @@ def _helpers(plan: Plan) -> list[tuple[int | None, int]]:
     most = MOST_VISITS // max(route.microbatches * len(route.hops) for route in plan.routes)
     if most < len(plan.routes):
         return [(most - 1, 1), (0, 3)] if most > 1 else [(0, 3)]
-    if _visits(plan) > _SMALL_VISITS:
+    if visits(plan) > _SMALL_VISITS:
         return [(len(plan.routes), 1), (0, 3)]
     few = [(helpers, waits) for helpers in (1, 2, len(plan.routes)) for waits in (1, 3)]
     return [(None, 3), *few, (0, 3)]

@@ -17,6 +17,7 @@ from oobleck.core.errors import PlanInfeasible
 from oobleck.core.ids import NodeName
 from oobleck.core.job.spec import RecoveryPolicy
 from oobleck.planner.recovery import course
+from oobleck.planner.recovery.chooser import READY_STEPS
 from oobleck.planner.recovery.course import PlanWanted
 from oobleck.planner.recovery.outlook import MTBF_S, Losses, Outlook
 from oobleck.planner.recovery.rules import Next
@@ -24,10 +25,6 @@ from oobleck.planner.report.account import Account, Cause, Result, seconds, tick
 from oobleck.planner.simulate.costs import Costs
 from oobleck.planner.simulate.shapes import Outcome, Racks, Rates, Shape, Shapes, swapped
 from oobleck.planner.simulate.trace import Instant, Trace
-
-#: Steps from a plan for a step boundary until workers are ready to switch, to connect and to catch
-#: up, beside one for each layer that one of them copies to another (`python -m bench.simulated`).
-_READY_STEPS = 1.8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -356,7 +353,7 @@ class Replay:
         stay = sum(seat >= 0 for seat in outcome.seats)
         if joining and not (stay == len(self._names) and stay < len(outcome.seats)):
             return False
-        prepared = round((_READY_STEPS + outcome.copied_layers) * self._step)
+        prepared = round((READY_STEPS + outcome.copied_layers) * self._step)
         ready = ticks(self._costs.plan_s) + max(prepared, ticks(self._stall_s(outcome)))
         self._coming = _Coming(
             outcome=outcome, fresh=tuple(fresh), voluntary=True, ready_at=self._now + ready

@@ -40,7 +40,7 @@ FURTHER = "2.5 enter 3 n1 n3 n4 n5 n6\n2.6 steps 7 7 3\n"
 @pytest.mark.parametrize(
     ("policy", "options", "further"),
     [
-        ("auto", "shadows=1", ""),
+        ("auto", "shadows=1", FURTHER),
         ("templates", "templates=1 shadows=0", ""),
         ("templates", "templates=1 shadows=1", ""),
         ("reroute", "reroute=1 shadows=0", ""),

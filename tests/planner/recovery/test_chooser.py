@@ -434,6 +434,8 @@ def test_a_follow_up_costs_whole_steps_of_the_first_plan() -> None:
     assert (stall.seconds, switch.seconds) == (CHANGE_S, SWITCH_S)
     assert (routed.seconds, last.steps_per_s) == (40.0, 1.0)
     assert both.answer.then == "templates"
+    (_, routed, *_) = replace(both, ready_steps=4.2).phases(Outlook(), ALONE, None)
+    assert routed.seconds == 60.0, "workers need time to get ready, whatever moves"
 
 
 # ---- The outlook

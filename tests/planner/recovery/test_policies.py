@@ -23,7 +23,7 @@ from oobleck.planner.programs.transfer import plan_transfers
 from oobleck.planner.recovery import worth
 from oobleck.planner.recovery.answer import Answer, Change, Exposure, splitting_weight
 from oobleck.planner.recovery.chooser import CHANGE_S, SWITCH_S
-from oobleck.planner.recovery.course import JOINED, behind_answer
+from oobleck.planner.recovery.course import JOINED, SETTLED, behind_answer
 from oobleck.planner.recovery.outlook import expecting
 from oobleck.planner.recovery.policies import answer, answers, ask
 from oobleck.planner.recovery.reconfigure import can_lose
@@ -99,6 +99,17 @@ def test_state_that_takes_longer_moves_behind_a_plan_that_goes_on_at_once() -> N
     by_name = answer(asked, "templates")
     assert by_name.policy == "templates"
     assert by_name.stall_s >= 4.0
+
+
+def test_a_course_knows_how_late_its_boundary_is() -> None:
+    """The last gradients of the re-routed plan reach the copies after its step."""
+    asked = change([4, 4], "n1", **SHORT)
+    course = next(each for each in ask(asked, "auto").courses if each.behind is not None)
+    boundary = ask(after(asked, course.first), SETTLED)
+    expected = min(boundary.courses, key=lambda each: each.first.step_s).first.late_s
+    assert course.behind is not None
+    assert course.behind_late_s == pytest.approx(expected)
+    assert course.behind_late_s > course.behind.late_s
 
 
 @pytest.mark.parametrize("idle", [(), ("n9",)])
