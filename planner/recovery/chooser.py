@@ -257,7 +257,7 @@ def choose(found: Candidates, outlook: Outlook) -> Answer:
     fewest = min(course.moved_bytes for course, _ in close)
     best, value = max(
         (one for one in close if one[0].moved_bytes <= (1 + _ALIKE) * fewest),
-        key=lambda one: (one[0].exposure.can_lose, one[1]),
+        key=lambda one: (one[0].exposure.can_lose, one[1], -one[0].moved_bytes),
     )
     others = [
         RunnerUp(policy=course.first.policy, rule=course.first.found.rule, value=own)

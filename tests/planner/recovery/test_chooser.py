@@ -238,12 +238,24 @@ def test_a_course_that_is_worse_in_every_respect_is_never_taken(data: st.DataObj
         course(
             data.draw(number) / 10,
             stall_s=data.draw(number),
-            moved=data.draw(number),
+            moved=100 * data.draw(number),
             guarantee=data.draw(st.integers(0, 2)),
             exposure=data.draw(st.sampled_from([SAFE, ALONE])),
         )
         for _ in range(data.draw(st.integers(2, 5)))
     ]
+    # Beside each, one that is a little worse in every respect: a tie by value and bytes.
+    worse = [
+        course(
+            1.001 * one.first.step_s,
+            stall_s=1.001 * one.first.stall_s,
+            moved=one.first.moved_bytes + 1,
+            guarantee=one.guarantee,
+            exposure=one.exposure,
+        )
+        for one in drawn
+    ]
+    drawn = data.draw(st.permutations([*drawn, *worse]))
     outlook = msgspec.structs.replace(
         expecting(data.draw(st.floats(10, 1e6)), 4),
         left_steps=data.draw(st.sampled_from([None, 5, 1000])),
@@ -251,24 +263,17 @@ def test_a_course_that_is_worse_in_every_respect_is_never_taken(data: st.DataObj
         every_steps=data.draw(st.sampled_from([0.0, 100.0, math.inf])),
     )
     found = choose(forced(*drawn), outlook)
-    (taken,) = [one for one in drawn if one.first.found is found.found][:1] or [None]
-    chosen = next(
-        one
-        for one in drawn
-        if (one.first.step_s, one.first.stall_s, one.first.moved_bytes)
-        == (found.step_s, found.stall_s, found.moved_bytes)
-    )
-    assert taken is not None
+    (chosen,) = (one for one in drawn if one.first.found is found.found)
     assert chosen.guarantee == max(one.guarantee for one in drawn)
     for other in drawn:
-        worse = (
+        is_worse = (
             chosen.first.step_s > other.first.step_s
             and chosen.first.stall_s > other.first.stall_s
             and chosen.first.moved_bytes > other.first.moved_bytes
             and chosen.guarantee <= other.guarantee
             and chosen.exposure.can_lose <= other.exposure.can_lose
         )
-        assert not worse
+        assert not is_worse
 
 
 def test_among_equals_the_fewest_bytes_are_moved_then_most_holders_are_kept() -> None:
