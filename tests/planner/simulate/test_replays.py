@@ -552,6 +552,20 @@ def test_spares_stay_outside_until_a_node_is_lost_and_then_take_its_place() -> N
     assert replayed.curve[-1][1] == replayed.samples
 
 
+def test_time_at_risk_and_the_share_of_nodes_that_trained_follow_from_the_plans() -> None:
+    rows = [(50.0, "remove", name) for name in ("n1", "n2", "n3")]
+    told = result(trace(*rows), 250, costs=replace(COSTS, salvage=0.25)).data()
+    broken = 50 / shapes().first(NODES).step_s % 1
+    assert told["redone_samples"] == pytest.approx(0.75 * broken * MICROBATCHES, rel=1e-4)
+    assert told["idle_node_s"] == 0, "one pipeline of the three that are left"
+    assert told["lost_guarantee_s"] == 200
+    trained = 200 - told["seconds"]["stalled"]  # work done again as well
+    assert told["node_goodput"] == pytest.approx(
+        told["goodput"] * (50 * 6 + trained * 3) / (50 + trained) / 6
+    )
+    assert told["node_ettr"] == told["node_goodput"]
+
+
 def test_a_return_turns_no_clock_of_checkpoints_back(monkeypatch: pytest.MonkeyPatch) -> None:
     outlooks: list[Outlook] = []
     ask = Shapes.ask
