@@ -28,13 +28,16 @@ demo: setup
 	$(BIN)/python -m bench.demo
 
 # How long each test took is in build/tests.xml. SHUFFLE=SEED (or "new") runs the files in another order.
+# A process of pytest-xdist's that dies ends the run: with a new one in its place it may never end.
 test: setup
 	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder \
+		--max-worker-restart 0 \
 		--durations 15 --junitxml build/tests.xml $(if $(SHUFFLE),--shuffle $(SHUFFLE))
 
 # What real workers do, over a fake of NCCL in the place of links.
 test-nccl: setup
 	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder \
+		--max-worker-restart 0 \
 		--transport nccl tests/worker/step tests/worker/recovery tests/worker/checkpoint \
 		tests/worker/preparation
 

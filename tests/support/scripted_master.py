@@ -139,7 +139,7 @@ class Stream:
         return read_status(message.status).workers
 
     async def ready(self, count: int = 1) -> tuple[Any, ...]:
-        return await self.workers(lambda ws: len(ws) == count and all(w.card for w in ws))
+        return await self.workers(lambda ws: len(ws) == count and all(w.pid and w.card for w in ws))
 
     def reports(self, kind: type[Happening]) -> list[WorkerReport]:
         found = [read_report(message.report) for message in self.heard if message.report]
