@@ -58,6 +58,8 @@ class Loss:
     def data(self, plan: Mapping[str, Any] | None) -> dict[str, Any]:
         """Return it as plain data, for JSON. `plan`: plain data of the new plan."""
         taken = self.taken
+        # The taken answer may have the shape of a first plan, or be of another policy.
+        told = self.answers if taken is None else {**self.answers, taken.policy: taken}
         return {
             "lost": self.node,
             "policy": None if taken is None else taken.policy,
@@ -65,7 +67,7 @@ class Loss:
             "rule": None if taken is None else taken.found.rule,
             "reason": self.reason,
             "plan": plan,
-            "policies": {policy: answer_data(each) for policy, each in self.answers.items()},
+            "policies": {policy: answer_data(each) for policy, each in told.items()},
             "follow_ups": [each.data() for each in self.follow_ups],
         }
 

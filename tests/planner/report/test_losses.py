@@ -1,8 +1,11 @@
 """What `oobleck plan --lost` tells of each loss, and of what comes behind its answer."""
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
+import pytest
+
+from oobleck.core.job.spec import RecoveryPolicy
 from oobleck.core.profile import Profile
 from oobleck.planner.report.report import make_report
 from support.profiles import LINKS, profile_of
@@ -63,6 +66,16 @@ def test_the_next_loss_comes_ahead_of_what_follows_the_one_before() -> None:
     assert (first["lost"], second["lost"]) == ("n2", "n1")
     assert second["policies"]["reroute"]["plan"] == "4 routes over 4 nodes"
     assert first["plan"].keys() == {"routes", "idle", "step_s"}
+
+
+def test_the_taken_answer_is_among_those_of_the_policies() -> None:
+    profile = profile_of([0.07] * 8, memory=5000)
+    for policy in get_args(RecoveryPolicy):
+        for nodes in (5, 6, 7, 8, 9):
+            (loss,) = after(profile, nodes=nodes, global_batch=18, policy=policy)
+            if loss["policy"] is not None:
+                told = loss["policies"][loss["policy"]]
+                assert told["step_s"] == pytest.approx(loss["plan"]["step_s"]), (policy, nodes)
 
 
 def test_nothing_follows_where_nothing_is_done() -> None:
