@@ -72,13 +72,16 @@ class Losses(msgspec.Struct, kw_only=True):
         """Note that so many nodes were live since the last change."""
         if self.at_s is not None and now_s > self.at_s:
             weight = 0.5 ** ((now_s - self.at_s) / _HALF_LIFE_S)
-            self.node_s = self.node_s * weight + live * (now_s - self.at_s)
+            # The passed time loses weight as well, so that a quiet year says no more than a week.
+            passed_s = (1 - weight) * _HALF_LIFE_S / math.log(2)
+            self.node_s = self.node_s * weight + live * passed_s
             self.events = {size: number * weight for size, number in self.events.items()}
             self.whole_racks *= weight
-            vacant_s = now_s - self.at_s if self.vacant else 0.0
-            self.vacant_s = self.vacant_s * weight + vacant_s
+            self.vacant_s = self.vacant_s * weight + (passed_s if self.vacant else 0.0)
             self.joins *= weight
-        self.at_s = now_s if self.at_s is None else max(self.at_s, now_s)
+        elif self.at_s is not None:  # the clock was set back
+            self.last_s, self.came_s = min(self.last_s, now_s), min(self.came_s, now_s)
+        self.at_s = now_s
 
     def lose(self, node: NodeName, now_s: float, rack: str = "", left: int = 0) -> None:
         """Note a loss; time has passed until then. `rack`: the label of its rack, if it has one,

@@ -461,6 +461,32 @@ def test_losses_of_a_cluster_are_believed_within_hours() -> None:
     assert losses.node_s < 31 * 600 * 30, "the copy alone passed the time"
 
 
+def test_a_quiet_year_says_as_much_in_one_piece_as_in_days() -> None:
+    once, daily = Losses(at_s=0.0, vacant=1), Losses(at_s=0.0, vacant=1)
+    once.pass_time(365 * 86_400.0, 30)
+    for day in range(1, 366):
+        daily.pass_time(day * 86_400.0, 30)
+    assert once.node_s == pytest.approx(daily.node_s)
+    assert once.vacant_s == pytest.approx(daily.vacant_s)
+    # Then a node is lost every ten minutes, for an hour.
+    for number in range(6):
+        at = once.at_s + 600.0
+        once.pass_time(at, 30)
+        once.lose(NodeName(f"n{number}"), at)
+    assert 1 / (30 * once.per_node_s()) < 86_400.0
+
+
+def test_losses_after_the_clock_was_set_back_are_events_of_their_own() -> None:
+    losses = Losses()
+    for at, node in ((7200.0, "a"), (100.0, "b"), (1000.0, "c"), (2000.0, "d")):
+        losses.pass_time(at, 10)
+        losses.lose(NodeName(node), at)
+    # Those at the jump may be of one moment.
+    assert losses.events.keys() <= {1, 2}
+    assert losses.events[1] == pytest.approx(2, rel=0.02)
+    assert losses.node_s == pytest.approx(10 * 1900.0, rel=0.02)
+
+
 def test_losses_of_one_moment_are_one_event() -> None:
     losses = Losses()
     for at, node in ((0.0, "a"), (TOGETHER_S, "b"), (1.5 * TOGETHER_S, "c"), (100.0, "d")):
