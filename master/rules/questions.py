@@ -66,26 +66,31 @@ def outlook(state: ClusterState, job: Job, now: float) -> Outlook:
     saved_step = restored.step if restored is not None else 0
     if saved is not None:
         saved_step = saved.step
-    last = steps.recent[-1] if steps.recent else None
-    progress = 0.0
-    if last is not None and last.step_seconds > 0:
-        progress = min(1.0, max(0.0, (unix - last.time) / last.step_seconds))
+    step_s, progress = _usual_step_s(job), 0.0
+    if step_s:
+        progress = min(1.0, max(0.0, (unix - steps.recent[-1].time) / step_s))
     left = max(1.0, job.spec.training.steps - done)
     every, next_s = _saves(state, job, now)
-    recent = [record.step_seconds for record in steps.recent]
     return Outlook(
         per_node_s=losses.per_node_s(job.spec.recovery.mtbf_s),
-        joins_per_s=losses.joins_per_s(recent[-1] if recent else 0.0),
+        joins_per_s=losses.joins_per_s(step_s),
         whole_rack=losses.rack_share(racks_of_live(state)),
         sizes=losses.sizes,
         left_steps=left,
-        left_s=left * median(recent) if recent else None,
+        left_s=left * step_s if steps.recent else None,
         behind_steps=max(0, done - saved_step),
         every_steps=every,
         next_s=next_s,
         kept=SALVAGE * progress,
         transfers=job.lineage.transfers,
     )
+
+
+def _usual_step_s(job: Job) -> float:
+    """Return the median seconds of the last steps, since one of them may be odd; 0: none is
+    known."""
+    recent = job.seen.steps.recent
+    return median(record.step_seconds for record in recent) if recent else 0.0
 
 
 def racks_of_live(state: ClusterState) -> dict[NodeName, str]:
@@ -124,8 +129,7 @@ def _saves(state: ClusterState, job: Job, now: float) -> tuple[float, float | No
         return _NEVER, None
     if spec.every != "auto":
         return spec.every, None
-    recent = job.seen.steps.recent
-    step_s = recent[-1].step_seconds if recent else 0.0
+    step_s = _usual_step_s(job)
     if not step_s:
         return 1.0, None
     interval_s = save_interval_s(state, job, now)

@@ -33,6 +33,9 @@ _MOST_BACK = 32
 _PRIOR_VACANT_S = 600.0
 #: Least expected seconds of a transfer that says something, and bounds of the factor on these.
 _LEAST_SEEN_S, _LEAST_FACTOR, _MOST_FACTOR = 0.2, 0.25, 1000.0
+#: Most by which one transfer changes that factor. It may have been odd, and where transfers seem
+#: slow, a job takes courses without any, so that nothing would correct the factor.
+_MOST_AT_ONCE = 4.0
 #: Seconds of a return to a checkpoint, beside the steps that it undoes.
 BACK_S = 30.0
 #: Least and most seconds until the next event that are believed.
@@ -228,8 +231,8 @@ def corrected(factor: float, *, expected_s: float, happened_s: float) -> float:
     """
     if expected_s / min(factor, 1.0) < _LEAST_SEEN_S or happened_s <= 0:
         return factor
-    found = factor * math.sqrt(happened_s / expected_s)
-    return min(max(found, _LEAST_FACTOR), _MOST_FACTOR)
+    more = min(max(math.sqrt(happened_s / expected_s), 1 / _MOST_AT_ONCE), _MOST_AT_ONCE)
+    return min(max(factor * more, _LEAST_FACTOR), _MOST_FACTOR)
 
 
 def received_s(expected_s: float, *, expected_bytes: int, received_bytes: int) -> float:

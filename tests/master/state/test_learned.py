@@ -5,6 +5,7 @@ import pytest
 from oobleck.core.ids import NodeName
 from oobleck.master.api.view import node_info
 from oobleck.master.events.jobs import PlanMade
+from oobleck.master.rules.questions import outlook
 from oobleck.planner.recovery.chooser import CHANGE_S
 from support.scenario import Player
 
@@ -37,7 +38,7 @@ def play_loss(player: Player) -> tuple[float, int]:
     return moved_s, made.expected.moved_bytes
 
 
-@pytest.mark.parametrize("transfer", [5.0, 80.0])
+@pytest.mark.parametrize("transfer", [5.0, 20.0])
 def test_the_next_transfer_is_expected_to_take_as_long_as_the_last_did(transfer: float) -> None:
     player = Player()
     expected_s, moved_bytes = play_loss(player)
@@ -94,3 +95,16 @@ def test_racks_are_journaled_and_their_losses_are_one_event() -> None:
     losses = player.state.losses
     assert losses.whole_racks == pytest.approx(1.0, rel=1e-3)
     assert losses.seen == pytest.approx(1.0, rel=1e-3)
+
+
+def test_one_odd_step_changes_no_expectation() -> None:
+    player = Player()
+    player.play(
+        "0.1 submit demo checkpoint=2 steps=1000\n0.2 register n1 n2\n0.5 ready n1 n2\n"
+        "0.7 enter 1 n1 n2\n2.0 steps 1 9 1\n"
+    )
+    usual = outlook(player.state, player.job, 2.05)
+    player.play("30.0 steps 10 10 1 28.0\n")
+    odd = outlook(player.state, player.job, 30.05)
+    assert odd.kept == pytest.approx(usual.kept)
+    assert odd.every_steps == pytest.approx(usual.every_steps, rel=0.01)

@@ -313,6 +313,14 @@ def test_transfers_that_took_long_are_expected_to_take_long_again() -> None:
     assert corrected(factor, expected_s=0.01, happened_s=40.0) == factor
 
 
+def test_one_transfer_that_stood_still_does_not_end_all_others() -> None:
+    """By its time alone no answer would move state again, so that none would correct it."""
+    fast, ready = course(1.0, stall_s=2.0), course(1.01, policy="reroute")
+    stuck = corrected(1.0, expected_s=2.0, happened_s=600.0)
+    slow = msgspec.structs.replace(expecting(1000.0, 4), transfers=stuck)
+    assert choose(forced(fast, ready), slow).policy == "templates"
+
+
 def test_transfers_that_were_quick_once_are_learned_to_be_slow_again() -> None:
     factor = 1.0
     for _ in range(8):
