@@ -67,18 +67,20 @@ def parse_costs(text: str) -> Costs:
     """Parse costs: a JSON object of some of their names. Raises ValueError with the line and the
     fix."""
     try:
-        costs = json.loads(text)
+        costs = json.loads(text, parse_int=float)
     except (json.JSONDecodeError, RecursionError) as error:
         line = getattr(error, "lineno", 1)
         raise ValueError(f"line {line}: not JSON: {getattr(error, 'msg', error)}") from error
     if not isinstance(costs, dict):
         raise ValueError('line 1: give one JSON object, as {"detect_s": 0.5}')
     for name, value in costs.items():
+        if len(lines := _lines(text, name)) > 1:
+            raise ValueError(f"line {lines[1]}: {name} is given twice; keep one")
         try:
             Costs(**{_known(name): _cost(name, value)})
         except ValueError as error:
-            raise ValueError(f"line {_line(text, name)}: {error}") from error
-    return Costs(**{name: float(value) for name, value in costs.items()})
+            raise ValueError(f"line {next(iter(lines), 1)}: {error}") from error
+    return Costs(**costs)
 
 
 def _known(name: str) -> str:
@@ -91,19 +93,16 @@ def _known(name: str) -> str:
 
 
 def _cost(name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if not isinstance(value, float):
         raise ValueError(f"{name} is {json.dumps(value)}; give a number")
-    try:
-        return float(value)
-    except OverflowError as error:
-        raise ValueError(f"{name} is too large; give a number of seconds") from error
+    return value
 
 
-def _line(text: str, name: str) -> int:
-    """Return the line of a key."""
+def _lines(text: str, name: str) -> list[int]:
+    """Return the line of each occurrence of a key."""
     key = json.dumps(name, ensure_ascii=False)
-    lines = text.splitlines()
-    return next((number for number, line in enumerate(lines, start=1) if key in line), 1)
+    lines = enumerate(text.splitlines(), start=1)
+    return [number for number, line in lines for _ in range(line.count(key))]
 
 
 def data(costs: Costs) -> Mapping[str, float]:

@@ -441,6 +441,8 @@ def test_alike_pipelines_are_planned_once() -> None:
         ('{"load_s": true}', "line 1: load_s is true; give a number"),
         ('{"load_s": NaN}', "line 1: load_s is nan; give at least 0"),
         ('{"load_s": 1e16}', "line 1: load_s is 1e+16; give at least 0 and at most 1e+15"),
+        ('{"load_s": ' + 5000 * "9" + "}", "line 1: load_s is inf; give at least 0"),
+        ('{"load_s": 1,\n"load_s": 2}', "line 2: load_s is given twice; keep one"),
         ("{\n", "line 2: not JSON"),
         ("[1]", "line 1: give one JSON object"),
     ],
