@@ -449,6 +449,34 @@ def test_a_follow_up_costs_whole_steps_of_the_first_plan() -> None:
     assert both.answer.then == "templates"
     (_, routed, *_) = replace(both, ready_steps=4.2).phases(Outlook(), ALONE, None)
     assert routed.seconds == 60.0, "workers need time to get ready, whatever moves"
+    # A part of the broken step is not done again.
+    _, routed, *_ = both.phases(Outlook(kept=0.5), ALONE, None)
+    assert routed.seconds == 35.0
+
+
+def test_a_return_stands_still_for_the_load_and_undoes_the_steps_behind_the_checkpoint() -> None:
+    outlook = msgspec.structs.replace(expecting(1e4, 4), behind_steps=500, back_s=40.0)
+    back, on = course(1.0, policy="morph"), course(1.0)
+    stall, _ = back.phases(outlook, ALONE, None)
+    assert stall.seconds == CHANGE_S + 40.0
+    returned, kept = (choose(forced(each), outlook).value for each in (back, on))
+    assert returned is not None and kept is not None
+    # What is expected until the next change is discounted by the standstill.
+    assert kept - returned == pytest.approx(540, rel=0.02)
+    assert choose(forced(back, on), outlook).policy == "templates"
+
+
+def test_the_runner_up_is_the_best_of_the_others() -> None:
+    others = (
+        course(1.5, policy="morph"),
+        course(1.2, policy="reroute"),
+        course(1.3, policy="shadow"),
+    )
+    found = choose(forced(course(1.0), *others), expecting(1e4, 4))
+    assert found.runner_up is not None
+    assert (found.policy, found.runner_up.policy) == ("templates", "reroute")
+    assert found.value is not None
+    assert found.value > found.runner_up.value > 0
 
 
 # ---- The outlook
