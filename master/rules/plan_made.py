@@ -27,7 +27,6 @@ from oobleck.master.state.job import Job
 from oobleck.planner.recovery.answer import Answer
 from oobleck.planner.recovery.chooser import CHANGE_S
 from oobleck.planner.recovery.course import MORPH, MOVING
-from oobleck.planner.recovery.outlook import BACK_S
 from oobleck.planner.recovery.reconfigure import can_lose
 from oobleck.planner.recovery.rules import Next
 
@@ -105,7 +104,7 @@ def plan_made(
         anew=go_back and not job.has_checkpoint and job.spec.on_state_lost == "restart",
         policy=policy,
         then=then,
-        expected=_expected(answer, boundary=boundary),
+        expected=_expected(job, answer, boundary=boundary),
         passes_over=passes_over,
         standing_by=tuple(
             WorkerRate(worker=worker, rate=rate)
@@ -150,11 +149,11 @@ def answer_made(
     )
 
 
-def _expected(answer: Answer | None, *, boundary: bool) -> Expected | None:
+def _expected(job: Job, answer: Answer | None, *, boundary: bool) -> Expected | None:
     if answer is None:
         return None
     other = answer.runner_up
-    back_s = BACK_S if answer.policy == MORPH else 0.0
+    back_s = job.lineage.back_s if answer.policy == MORPH else 0.0
     return Expected(
         step_s=answer.step_s,
         stall_s=answer.late_s if boundary else CHANGE_S + answer.stall_s + back_s,

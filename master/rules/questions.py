@@ -81,6 +81,7 @@ def outlook(state: ClusterState, job: Job, now: float) -> Outlook:
         behind_steps=max(0, done - saved_step),
         every_steps=every,
         next_s=next_s,
+        back_s=job.lineage.back_s,
         kept=SALVAGE * progress,
         transfers=job.lineage.transfers,
     )

@@ -33,6 +33,7 @@ from oobleck.master.state.incident import Incident, LastIncident, Slowdown
 from oobleck.master.state.job_observed import JobSeen, SaveReport
 from oobleck.master.state.pace import StandBy, StandByTimes
 from oobleck.planner.recovery.course import evens_out
+from oobleck.planner.recovery.outlook import BACK_S
 
 #: Most remembered reports on checkpoints, by which a repeated one is recognised.
 KNOWN_REPORTS = 64
@@ -147,6 +148,8 @@ class Lineage:
     reconfigurations: int = 0
     #: Factor on the expected times of transfers (`oobleck.planner.recovery.outlook.corrected`).
     transfers: float = 1.0
+    #: Seconds that returns to a checkpoint take, as far as seen.
+    back_s: float = BACK_S
     #: Versions that differ among nodes of any plan, as far as reported.
     mixed: tuple[str, ...] = ()
 

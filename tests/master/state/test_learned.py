@@ -7,6 +7,7 @@ from oobleck.master.api.view import node_info
 from oobleck.master.events.jobs import PlanMade
 from oobleck.master.rules.questions import outlook
 from oobleck.planner.recovery.chooser import CHANGE_S
+from oobleck.planner.recovery.outlook import BACK_S
 from support.scenario import Player
 
 #: State takes seconds to move, until {end}.
@@ -108,3 +109,22 @@ def test_one_odd_step_changes_no_expectation() -> None:
     odd = outlook(player.state, player.job, 30.05)
     assert odd.kept == pytest.approx(usual.kept)
     assert odd.every_steps == pytest.approx(usual.every_steps, rel=0.01)
+
+
+def test_a_return_is_expected_to_take_what_the_last_ones_took() -> None:
+    player = Player()
+    player.play(
+        "0.1 submit demo checkpoint=1 morph=1 shadows=0\n0.2 register n1 n2 n3 n4\n"
+        "0.5 ready n1 n2 n3 n4\n0.7 enter 1 n1 n2 n3 n4\n1.0 steps 1 40 1\n2.0 saved 40\n"
+        "3.0 close n4\n3.01 peer_lost n3/0 1\n"
+        "4.0 restored 40 2 n1 n2 n3\n4.0 phase joined 2 n1 n2 n3\n"
+        "8.0 phase transferred 2 n1 n2 n3\n8.5 steps 41 41 2\n"
+    )
+    assert player.job.lineage.back_s == pytest.approx((BACK_S + 4.0) / 2)
+    player.play("9.0 restart\n10.0 reconnect n1 n2 n3\n")
+    assert outlook(player.state, player.job, 11.0).back_s == pytest.approx(17.0)
+    player.play("12.0 close n3\n12.01 peer_lost n2/0 2\n")
+    made = [event for _, event in player.journal if isinstance(event, PlanMade)][-1]
+    assert made.restore
+    assert made.expected is not None
+    assert made.expected.stall_s == pytest.approx(CHANGE_S + 17.0)

@@ -460,7 +460,8 @@ def test_a_return_stands_still_for_the_load_and_undoes_the_steps_behind_the_chec
     stall, _ = back.phases(outlook, ALONE, None)
     assert stall.seconds == CHANGE_S + 40.0
     returned, kept = (choose(forced(each), outlook).value for each in (back, on))
-    assert returned is not None and kept is not None
+    assert returned is not None
+    assert kept is not None
     # What is expected until the next change is discounted by the standstill.
     assert kept - returned == pytest.approx(540, rel=0.02)
     assert choose(forced(back, on), outlook).policy == "templates"
