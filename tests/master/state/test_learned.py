@@ -128,3 +128,24 @@ def test_a_return_is_expected_to_take_what_the_last_ones_took() -> None:
     assert made.restore
     assert made.expected is not None
     assert made.expected.stall_s == pytest.approx(CHANGE_S + 17.0)
+
+
+def test_what_was_learned_decides_the_next_answer() -> None:
+    player = Player()
+    expected_s, moved_bytes = play_loss(player)
+    fresh = outlook(player.state, player.job, player.now)
+    player.play(ENTERED.format(end=43.0, after=43.1, each=moved_bytes // 4))
+    player.play("50.0 register n3\n60.0 close n4\n60.01 peer_lost n5/0 2\n")
+    made = [event for _, event in player.journal if isinstance(event, PlanMade)][-1]
+    learned, losses = outlook(player.state, player.job, player.now), player.state.losses
+    assert learned.transfers == player.job.lineage.transfers > 2
+    assert made.expected is not None
+    assert (
+        made.expected.stall_s - CHANGE_S > 2 * expected_s * made.expected.moved_bytes / moved_bytes
+    )
+    assert learned.per_node_s == pytest.approx(losses.per_node_s(player.job.spec.recovery.mtbf_s))
+    assert learned.per_node_s > 1.5 * fresh.per_node_s
+    player.state.losses.events = {1: 1.0, 3: 2.0}
+    assert outlook(player.state, player.job, player.now).sizes == ((1, 0.5), (3, 0.5))
+    assert learned.joins_per_s == pytest.approx(losses.joins_per_s(0.1), rel=0.01)
+    assert learned.joins_per_s > 0
