@@ -20,7 +20,7 @@ from oobleck.planner.cost.estimate import estimate_step, peak_bytes
 from oobleck.planner.programs.communicators import communicators
 from oobleck.planner.programs.listing.schedule import listed_routes
 from oobleck.planner.programs.transfer import plan_transfers
-from oobleck.planner.recovery import worth
+from oobleck.planner.recovery import policies, worth
 from oobleck.planner.recovery.answer import Answer, Change, Exposure, splitting_weight
 from oobleck.planner.recovery.chooser import CHANGE_S, SWITCH_S
 from oobleck.planner.recovery.course import JOINED, SETTLED, behind_answer
@@ -124,6 +124,27 @@ def test_a_boundary_behind_a_re_route_goes_by_value_also_beside_an_idle_node(
     following = replace(following, live=(*following.live, *map(NodeName, idle)))
     assert ask(following, behind_answer(routed.then)).by_value
     assert not ask(following, JOINED).by_value
+
+
+def test_the_shape_of_a_first_plan_is_taken_where_its_step_is_clearly_shorter(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = change([4, 4, 4], "n1")
+    plain = answer(asked, "templates")
+    for share, taken in ((0.9, 0.9), (0.995, 1.0)):
+        shaped = replace(plain, step_s=share * plain.step_s)
+        monkeypatch.setattr(policies, "anew", lambda _, shaped=shaped: shaped)
+        found = answer(asked, "auto")
+        assert (found.policy, found.then) == ("templates", None)
+        assert found.step_s == taken * plain.step_s
+
+
+def test_until_state_has_moved_a_loss_takes_what_is_left_of_the_running_plan() -> None:
+    asked = change([4, 4], "n1")
+    assert Exposure.of(asked.plan).can_lose == 1
+    before = ask(asked, "auto").before
+    assert before is not None
+    assert (before.nodes, before.can_lose) == (7, 0)
 
 
 def test_long_steps_are_not_made_longer_to_save_a_short_standstill() -> None:
