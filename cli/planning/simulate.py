@@ -439,7 +439,8 @@ def simulation_text(data: dict[str, Any], width: int | None = None) -> str:
         )
         parts.append(f"{name}: {made}" if made else f"{name}: no plan")
         if each["failed_at"] is not None:
-            parts.append(f"{name} cannot go on from {each['failed_at']:g} s: {each['reason']}")
+            since = f"{name} cannot go on from {each['failed_at']:g} s"
+            parts.append(f"{since}; at the end: {each['reason']}")
     if "search" in data:
         parts += _search_lines(data["search"])
     parts += data.get("notes", [])

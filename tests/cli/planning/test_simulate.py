@@ -105,7 +105,7 @@ def test_a_policy_that_cannot_go_on_is_told_with_the_table(
     write(tmp_path, SIX + "".join(f"60,remove,n{number}\n" for number in range(2, 7)))
     result = run(*asked, "--until", "2m")
     assert result.returncode == 0
-    assert "auto cannot go on from 60 s: needs at least 2 nodes" in result.stdout
+    assert "auto cannot go on from 60 s; at the end: needs at least 2 nodes" in result.stdout
     found = json.loads(run(*asked, "--until", "2m", "--json").stdout)["policies"]["auto"]
     assert (found["failed_at"], found["seconds"]["waiting"]) == (60, 60)
 
