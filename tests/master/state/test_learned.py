@@ -1,9 +1,13 @@
 """What the master learns from losses and transfers, for the next choice."""
 
+from pathlib import Path
+
 import pytest
 
 from oobleck.core.ids import NodeName
-from oobleck.master.api.view import node_info
+from oobleck.host.detection import Detection
+from oobleck.master.api.view import job_status, node_info
+from oobleck.master.config import MasterConfig
 from oobleck.master.events.jobs import PlanMade
 from oobleck.master.rules.questions import outlook
 from oobleck.planner.recovery.chooser import CHANGE_S
@@ -145,6 +149,13 @@ def test_what_was_learned_decides_the_next_answer() -> None:
     )
     assert learned.per_node_s == pytest.approx(losses.per_node_s(player.job.spec.recovery.mtbf_s))
     assert learned.per_node_s > 1.5 * fresh.per_node_s
+    config = MasterConfig(listen="127.0.0.1:0", state_dir=Path("/nowhere"), timing=Detection())
+    told = job_status(player.state, player.job, config, player.now).outlook
+    assert told.losses_per_node_day == pytest.approx(86_400 * learned.per_node_s)
+    members = len(player.job.current.members)
+    assert told.next_loss_s == pytest.approx(1 / learned.per_node_s / members)
+    assert (told.prior_mtbf_s, round(told.seen)) == (player.job.spec.recovery.mtbf_s, 2)
+    assert told.back_s == pytest.approx(48.0, abs=0.1)
     player.state.losses.events = {1: 1.0, 3: 2.0}
     assert outlook(player.state, player.job, player.now).sizes == ((1, 0.5), (3, 0.5))
     assert learned.joins_per_s == pytest.approx(losses.joins_per_s(0.1), rel=0.01)
