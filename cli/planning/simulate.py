@@ -156,6 +156,7 @@ def simulate(
     from oobleck.cli.output.table import terminal_width
     from oobleck.cli.output.text import document, is_data
     from oobleck.planner.simulate.costs import data as costs_data
+    from oobleck.planner.simulate.trace import LATEST_S
 
     if make is not None:
         _make(make)
@@ -166,6 +167,8 @@ def simulate(
         raise click.UsageError("--nodes is missing: the nodes of the full cluster")
     if nodes > MOST_NODES:
         raise click.UsageError(f"--nodes {nodes}: give at most {MOST_NODES}")
+    if until is not None and until > LATEST_S:
+        raise click.UsageError(f"--until: {until:g} s is too late; give at most {LATEST_S:g} s")
     if price is not None and not math.isfinite(price):
         raise click.UsageError(f"--price {price}: give a finite number")
     if spares >= nodes:

@@ -20,7 +20,7 @@ EVENTS = ("add", "remove", "slow", "notice", "repair")
 _WITH_VALUE = ("slow", "notice")
 _COLUMNS = ["time_s", "event", "node", "value"]
 #: Latest time, seconds: a hundred years.
-_LATEST_S = 3.2e9
+LATEST_S = 3.2e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +113,10 @@ def _rows(lines: list[str]) -> Iterator[Row]:
 
 def _row(number: int, time: str, event: str, node: str, value: str = "") -> Row:
     time_s = _number(time)
-    if time_s is None or not 0 <= time_s <= _LATEST_S:
-        raise ValueError(f"line {number}: time_s is {time!r}; give seconds from 0 on")
+    if time_s is None or not 0 <= time_s <= LATEST_S:
+        raise ValueError(
+            f"line {number}: time_s is {time!r}; give seconds from 0 on, at most {LATEST_S:g}"
+        )
     if event not in EVENTS:
         near = get_close_matches(event, EVENTS, 1)
         fix = f"did you mean {near[0]}?" if near else f"give one of {', '.join(EVENTS)}"
@@ -130,7 +132,7 @@ def _row(number: int, time: str, event: str, node: str, value: str = "") -> Row:
             f"line {number}: the rate is {value!r}; give the share of the profiled speed, above 0 "
             "and at most 1"
         )
-    elif event == "notice" and (parsed is None or not 0 <= parsed <= _LATEST_S):
+    elif event == "notice" and (parsed is None or not 0 <= parsed <= LATEST_S):
         raise ValueError(
             f"line {number}: the notice is {value!r}; give the seconds until the node is removed"
         )

@@ -137,6 +137,7 @@ def test_a_wrong_trace_is_refused_with_its_line(
         (["--microbatch", "3"], "--microbatch 3: "),
         (["--spares", "6"], "--spares 6: give fewer than --nodes 6"),
         (["--policy", "all", "--search"], "--search searches under one policy"),
+        (["--until", "99999999999d"], "--until: 8.64e+15 s is too late; give at most 3.2e+09 s"),
     ],
 )
 def test_wrong_usage_is_refused(asked: tuple[str, ...], more: list[str], told: str) -> None:

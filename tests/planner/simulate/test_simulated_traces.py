@@ -69,6 +69,7 @@ def test_a_node_goes_at_the_end_of_its_notice_unless_a_row_says_when() -> None:
         ("0,add,a,3", "line 2: add takes no value, and has '3'; remove it"),
         ("nan,add,a", "line 2: time_s is 'nan'; give seconds"),
         ("-1,add,a", "line 2: time_s is '-1'; give seconds"),
+        ("1e10,add,a", "line 2: time_s is '1e10'; give seconds from 0 on, at most 3.2e+09"),
         ("0,add,", "line 2: node is ''; name the node"),
         ("0,add", "line 2: 2 columns; give time_s,event,node,value"),
         ("", "line 1: no rows; give at least the nodes at time 0"),
