@@ -242,20 +242,15 @@ def _settled(made: Reconfiguration, change: Change, *, recut: bool = True) -> An
 def _best_of_equals(plan: Plan, change: Change, replays: Replays) -> Plan:
     """Return the plan under its best schedule, with the best cuts.
 
-    Cuts of equal T leave unlike room for what a schedule keeps. So where a faster schedule does not
-    fit, the other cuts are tried for each size of the new pipelines.
+    Cuts of equal T leave unlike room for what a schedule keeps, and have unlike gradient sums. So
+    the other cuts are tried for each size of the new pipelines.
     """
     (estimates,) = replays.estimates([plan], SCHEDULES)
     choice = choose_among(estimates, change.profile, None)
     first = plan.having(schedule=choice.schedule)
-    weighed_s = {
-        schedule: estimate.step_s * splitting_weight(plan.having(schedule=schedule))
-        for schedule, estimate in estimates.items()
-    }
-    fits_best = weighed_s[choice.schedule] * (1 - _LEAST_RECUT) <= min(weighed_s.values())
     sizes = [len(pipeline.nodes) for pipeline in plan.pipelines]
     known = change.costs or {}
-    if fits_best or plan.rates or not known.keys() >= {*sizes}:
+    if plan.rates or not known.keys() >= {*sizes}:
         return first
     kept = frozenset(change.base.pipelines)
     new = {n for n, pipeline in zip(sizes, plan.pipelines, strict=True) if pipeline not in kept}

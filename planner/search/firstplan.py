@@ -229,8 +229,11 @@ def make_first_plan(
     maker = _Maker(replays=replays, profile=profile, wanted=wanted, tied=catalogue.tied)
     offer = catalogue.offer(profile, sizes, wanted=wanted)
     offers = [offer]
-    if offer.first_found != offer.costed:
-        offers.append(offer.using(offer.first_found.values()))
+    # The last of the equals has the fewest gradients on the worker that has most.
+    for others in (offer.first_found, {size: own[-1] for size, own in offer.equals.items()}):
+        other = offer.using(others.values())
+        if all(other.costed != each.costed for each in offers):
+            offers.append(other)
     made = []
     for each in offers:
         plan = instantiate(

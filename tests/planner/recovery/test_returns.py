@@ -146,11 +146,11 @@ def test_nodes_that_return_make_no_step_longer_unless_more_can_be_lost(cases: in
 
 
 def test_a_node_that_would_slow_the_others_down_stays_idle() -> None:
-    """Sixteen nodes make two pipelines of eight; with the seventeenth a step would take longer."""
-    cluster = Cluster(117)
+    """With a twenty-second node in the pipeline a step would take longer."""
+    cluster = Cluster(196)
     first = cluster.first(cluster.names, 1)
     left = by_templates(cluster.change(first, first, cluster.left)).found.plan
-    assert (len(cluster.names), [len(p.nodes) for p in left.pipelines]) == (17, [8, 8])
+    assert (len(cluster.names), [len(p.nodes) for p in left.pipelines]) == (22, [21])
     with pytest.raises(PlanInfeasible, match=r"in place of .*not worth a change"):
         unforced(cluster.change(left, left, cluster.names))
 

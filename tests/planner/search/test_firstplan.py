@@ -1,6 +1,7 @@
 """The first plan: never slower than what the formula alone would make, under its schedule."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -82,6 +83,19 @@ def test_it_is_never_slower_than_by_formula_alone() -> None:
         assert made.plan.microbatches == microbatches
         faster += step_s < plain.step_s * 0.999
     assert faster >= 3
+
+
+def test_a_step_takes_no_longer_with_more_memory() -> None:
+    """In half of it, all pipelines are of two nodes with as many gradients each. With all of it,
+    one node holds the model."""
+    links = Links(intra_node_bytes_per_s=1e10, inter_node_bytes_per_s=250.0, latency_s=1e-5)
+    profile = profile_of([0.25] * 7 + [0.5], activation=1, memory=9000, links=links)
+    nodes = [NodeName(f"n{number}") for number in range(8)]
+    half = replace(profile, gpu_memory_bytes=4500)
+    step_s, half_s = (
+        planned(Catalogue(tied=False), p, nodes, 16).choice.step_s for p in (profile, half)
+    )
+    assert step_s <= half_s
 
 
 def test_later_plans_are_made_of_the_same_cuts() -> None:
