@@ -543,6 +543,7 @@ def test_spares_stay_outside_until_a_node_is_lost_and_then_take_its_place() -> N
     replayed = replay(setting, "templates")
     # One of six nodes stays outside at first, and again from when the lost one is back.
     outside = replayed.data()["idle_node_s"]
+    assert replayed.data()["node_goodput"] == pytest.approx(replayed.data()["goodput"] * 5 / 6)
     stalled = replayed.data()["seconds"]["stalled"]
     assert outside == pytest.approx(10 + 60, abs=stalled + 1)
     assert [name for name, _ in sorted(replayed.account.counts)] == ["templates"] * 2
