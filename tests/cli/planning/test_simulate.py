@@ -54,6 +54,9 @@ def test_policies_stand_side_by_side_with_the_bounds(asked: tuple[str, ...]) -> 
         assert each["cost"] == pytest.approx(
             2 * (6 * 100 + 5 * 100 + 4 * 60 + 5 * 140 + 800) / 3600
         )
+    auto = found["policies"]["auto"]
+    assert auto["cost_per_million_samples"] == pytest.approx(auto["cost"] / auto["samples"] * 1e6)
+    assert waits["cost_per_million_samples"] is None
     assert found["policies"]["templates"]["counts"]["templates"]["first"] == 1
     assert found["costs"]["salvage"] == 0.55
     table = run(*asked, "--policy", "all", "--until", "10m").stdout
