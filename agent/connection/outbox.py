@@ -46,7 +46,8 @@ _MADE_HERE = Generation(0)
 REPORT_LIMIT = 1024
 #: Answers to operators' questions. Old ones are useless, since operators give up waiting.
 ANSWER_LIMIT = 512
-LINES_PER_MESSAGE = 100
+#: A line has up to 12 KiB: each byte that is no text becomes a character of three.
+LINES_PER_MESSAGE = 40
 #: Characters of a recording per message; each may have four bytes.
 _PART_CHARACTERS = MOST_RECEIVED_BYTES // 5
 #: Time for which lines wait for others. When a peer is lost each worker prints some, and sending

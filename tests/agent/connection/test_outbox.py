@@ -10,11 +10,13 @@ from oobleck.agent.connection.outbox import (
     LINES_PER_MESSAGE,
     Outbox,
 )
+from oobleck.agent.processes.output import LINE_BYTES, Tail
 from oobleck.core.checkpoint import folder_name
 from oobleck.core.ids import Generation, Incarnation, JobId
 from oobleck.core.job.spec import CheckpointSpec
 from oobleck.core.messages import CheckpointSaved, PeerLost, PhaseReached, Restored
 from oobleck.host.detection import GATHER_REPORTS_S
+from oobleck.proto.bounds import MOST_RECEIVED_BYTES
 from oobleck.proto.control_pb2 import AgentMessage
 from oobleck.proto.reports import read_report
 from oobleck.proto.types import NodeStatus, WorkerReport
@@ -87,6 +89,15 @@ def test_lines_wait_for_others_unless_they_are_many_or_the_last() -> None:
     many = [str(number) for number in range(LINES_PER_MESSAGE)]
     outbox.log(job, 0, many, now=30.0)
     assert lines_of(outbox.take(30.0)) == many
+
+
+def test_lines_without_text_are_in_messages_that_the_master_receives() -> None:
+    outbox = Outbox(Incarnation("0123"))
+    lines = Tail().feed(b"\xff" * LINE_BYTES * 2 * LINES_PER_MESSAGE)
+    outbox.log(JobId("demo-1"), 0, lines, now=10.0)
+    messages = outbox.take(10.0)
+    assert lines_of(messages) == lines == ["\ufffd" * LINE_BYTES] * 2 * LINES_PER_MESSAGE
+    assert max(message.ByteSize() for message in messages) <= MOST_RECEIVED_BYTES
 
 
 def reported(what: PhaseReached | PeerLost) -> WorkerReport:
