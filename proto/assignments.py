@@ -65,8 +65,8 @@ T = TypeVar("T")
 _LEVEL = 1
 #: How much larger the text may be than its data. A plan's is 10 to 15 times as large.
 _MOST_RATIO = 64
-#: Bytes of a text that may always be there, and of any: that of a plan for 48,000 workers, which
-#: takes the master's loop 40 ms.
+#: Bytes of a text that may always be there, and of any: that of a plan for 24,000 workers with
+#: their cards, which takes the master's loop 40 ms.
 _SMALL, _MOST_TEXT = 1 << 20, 4 << 20
 
 

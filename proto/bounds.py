@@ -34,8 +34,8 @@ MOST_NUMBER = (1 << 63) - 1
 #: Most workers of a host.
 MOST_SLOTS = 1024
 #: Largest message to the master. gRPC has one limit for all methods, so any caller can send as much
-#: in any call, and each byte is in memory twice. A plan of 48,000 workers, packed, has 400 KiB.
-#: Longer content, such as recordings and wheels, comes in parts.
+#: in any call, and each byte is in memory twice. A plan of 12,000 workers, packed with their cards,
+#: has 450 KiB. Longer content, such as recordings and wheels, comes in parts.
 MOST_RECEIVED_BYTES = 512 << 10
 #: Bytes of a part of a wheel.
 PART_BYTES = 256 << 10
@@ -99,9 +99,15 @@ _LISTS: Mapping[str, int] = {
     "WorkerStatus.also_entered": 64,
     # A master remembers some such requests, by node.
     "DrainNodesRequest.nodes": 256,
-    # Entries for all workers of a cluster.
+    # Entries for all workers of a cluster: a plan has as many routes and stages at most.
     "Assign.leaving": 1 << 17,
     "PeerLost.unreached": 1 << 17,
+    "Rendezvous.cards": 1 << 17,
+    "Plan.holds": 1 << 17,
+    "Plan.routes": 1 << 17,
+    "Plan.rates": 1 << 17,
+    "Listing.room": 1 << 17,
+    "Listing.hops": 1 << 17,
 }
 #: Numbers that may be below zero.
 _SIGNED = frozenset(

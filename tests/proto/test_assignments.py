@@ -14,6 +14,7 @@ from oobleck.agent.events import WorkerMessage as Said
 from oobleck.core.codec import encode
 from oobleck.core.ids import Generation, Incarnation, NodeName, WorkerId
 from oobleck.core.messages import Assign, Ready, Rendezvous, ToWorker
+from oobleck.core.routes import HopTicks, Listing
 from oobleck.host.ipc.channel import frame
 from oobleck.host.versions import ENGINE
 from oobleck.master.events.jobs import PlanMade
@@ -40,6 +41,7 @@ ASSIGN = Assign(
     handover=True,
     data="ab" * 16,
 )
+MANY = 5000
 #: Of n0, n1 and n2.
 PROCESSES = (A, B, Incarnation("cccc"))
 
@@ -74,6 +76,23 @@ def told(assign: Assign, name: str) -> Assignment:
     )
     message = assignment_message(state.assignment(one)).SerializeToString()
     return read_assignment(pb.Assignment.FromString(message))
+
+
+def test_a_plan_of_thousands_of_workers_reaches_them() -> None:
+    """Each of them a pipeline of its own, slow and list-scheduled."""
+    plan = plan_of_cuts(*[([2], 1)] * MANY)
+    ticks = HopTicks(
+        forward=1, backward_input=1, backward_weight=1, message=0, kept_bytes=1, deferred_bytes=0
+    )
+    plan = replace(
+        plan.with_rates(dict.fromkeys(plan.workers, 0.5)),
+        listing=Listing(hops=((ticks,),) * MANY, room=(1,) * MANY, split=False),
+    )
+    cards = tuple(f"{number:032x}@10.0.0.1:4000" for number in range(MANY))
+    rendezvous = Rendezvous(host=cards[0], prefix="job/7/abc", cards=cards)
+    assign = Assign(plan=plan, rendezvous=rendezvous, boundary=False)
+    message = assignment_message(Assignment(version=1, job_id=JOB, assign=assign))
+    assert read_assignment(message).assign == assign
 
 
 def test_the_example_has_every_field() -> None:
