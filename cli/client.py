@@ -178,7 +178,7 @@ class MasterClient:
         if (size := request.ByteSize()) > MOST_RECEIVED_BYTES:
             raise CommandFailed(
                 f"the job and its profile have {size} bytes, and at most {MOST_RECEIVED_BYTES} can "
-                "be sent; give a profile without spaces, or a model of fewer unlike layers",
+                "be sent; give a model of fewer unlike layers",
                 USAGE,
             )
         reply: pb.SubmitReply = self._change("Submit", request)

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import json
 import os
 import select
 import stat
@@ -234,12 +235,13 @@ def with_absolute_paths(job: JobSpec, base: Path) -> JobSpec:
 
 
 def read_profile(job: JobSpec) -> str:
-    """Return the text of the profile file that the job names, checked; empty if it names none."""
+    """Return the profile that the job names, checked, as JSON text without spaces, since messages
+    have a limit; empty if it names none."""
     if job.profile_path is None:
         return ""
     text = read_text(Path(job.profile_path), PROFILE_OF_JOB)
     try:
         check_fits(parse_profile(text), job)
+        return json.dumps(json.loads(text), separators=(",", ":"))
     except ValueError as error:
         raise CommandFailed(f"profile: {job.profile_path}: {error}", USAGE) from error
-    return text

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import yaml
 
+from oobleck.cli.jobs.job_file import read_job, read_profile
 from oobleck.cli.planning.question import Flags, notes_of_times
 from oobleck.core.job.file import parse_job
-from oobleck.core.profile import format_profile
+from oobleck.core.profile import format_profile, parse_profile
 from oobleck.planner.profile.estimate import estimate_profile
 from oobleck.planner.profile.memory import usable_bytes
 from oobleck.planner.report.speed import PUBLISHED
@@ -135,6 +136,17 @@ def test_without_gpus_times_are_said_to_be_nominal(job_file: JobFile) -> None:
     report = planned(str(job_file()), "--nodes", "2")
     assert report["notes"][-1].startswith("times are for one nominal CPU core per worker")
     assert "speed" not in report
+
+
+def test_a_profile_is_sent_without_spaces_as_messages_have_a_limit(
+    named: Callable[..., str],
+) -> None:
+    job = Path(named())
+    written = job.with_name("p.json").read_text()
+    sent = read_profile(read_job(job, ()))
+    assert " " in written
+    assert " " not in sent
+    assert parse_profile(sent) == parse_profile(written)
 
 
 def test_a_profile_says_what_its_workers_do(named: Callable[..., str], tmp_path: Path) -> None:
