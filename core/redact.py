@@ -51,7 +51,7 @@ _TOKEN = re.compile(
     r"(?<![A-Za-z0-9_])(?:gh[oprsu]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|glpat-[\w-]{20,}"
     r"|xox[a-z]-[A-Za-z0-9-]{20,}|hf_[A-Za-z0-9]{20,}|(?<=Bearer )[\w.~+/-]{8,}=*"
     r"|(?<=AccountKey=)[\w+/]{8,}=*"
-    r"|(?<=secret_access_key=)[\w+/]{8,}|(?<=SECRET_ACCESS_KEY=)[\w+/]{8,})"
+    r"|(?:(?<=(?i:secret_access_key)=)|(?<=(?i:secret_access_key)=['\"]))[\w+/]{8,})"
 )
 
 

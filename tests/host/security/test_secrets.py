@@ -64,6 +64,7 @@ from oobleck.host.storage.folder import open_folder
         (f"ghp_{17 * 'a'}hunter2 github_pat_1_{17 * 'a'}hunter2", "*** ***"),
         ("AccountName=a;AccountKey=hunter2aaa==;B=c", "AccountName=a;AccountKey=***;B=c"),
         ("AWS_SECRET_ACCESS_KEY=hunter2/aaa+a python", "AWS_SECRET_ACCESS_KEY=*** python"),
+        ("S3(secret_access_key='hunter2/aaa+a')", "S3(secret_access_key='***')"),
         ("https://x/p?sessionid=hunter2&session=2", "https://x/p?sessionid=***&session=2"),
         ("https://x/p?ticket=hunter2&otp=hunter2", "https://x/p?ticket=***&otp=***"),
         ("myhdfs://hunter2@store/path", "myhdfs://***@store/path"),
