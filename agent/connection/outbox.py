@@ -23,12 +23,12 @@ import msgspec
 from oobleck.agent.processes.output import LogQueue
 from oobleck.core.ids import Generation, Incarnation, JobId
 from oobleck.core.messages import PhaseReached, Recording, StepRecord
-from oobleck.core.orders import Answer
+from oobleck.core.orders import Answer, Unable
 from oobleck.host.detection import GATHER_REPORTS_S
 from oobleck.host.timeline import boot_id
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto.bounds import MOST_RECEIVED_BYTES, check_bounds
-from oobleck.proto.examinations import examined_message
+from oobleck.proto.examinations import examined_message, read_answer
 from oobleck.proto.reports import read_records, read_report, records_message, report_bytes
 from oobleck.proto.status import status_message
 from oobleck.proto.types import NodeStatus, WorkerReport
@@ -288,6 +288,11 @@ class Outbox:
     def examined(self, number: int, answer: Answer) -> None:
         """Queue the result of an examination of this host, for the operator who asked."""
         message = examined_message(number, answer)
+        try:
+            read_answer(message)
+        except ValueError as error:  # the master would end the session
+            unable = Unable(reason=f"what it has found cannot be sent: {error}")
+            message = examined_message(number, unable)
         self._answers.append(pb.AgentMessage(examined=message))
         self.wake.set()
 

@@ -15,9 +15,11 @@ from oobleck.core.checkpoint import folder_name
 from oobleck.core.ids import Generation, Incarnation, JobId
 from oobleck.core.job.spec import CheckpointSpec
 from oobleck.core.messages import CheckpointSaved, PeerLost, PhaseReached, Restored
+from oobleck.core.orders import Marks, Unable
 from oobleck.host.detection import GATHER_REPORTS_S
 from oobleck.proto.bounds import MOST_RECEIVED_BYTES
 from oobleck.proto.control_pb2 import AgentMessage
+from oobleck.proto.examinations import read_answer
 from oobleck.proto.reports import read_report
 from oobleck.proto.types import NodeStatus, WorkerReport
 from support.jobs import record
@@ -98,6 +100,15 @@ def test_lines_without_text_are_in_messages_that_the_master_receives() -> None:
     messages = outbox.take(10.0)
     assert lines_of(messages) == lines == ["\ufffd" * LINE_BYTES] * 2 * LINES_PER_MESSAGE
     assert max(message.ByteSize() for message in messages) <= MOST_RECEIVED_BYTES
+
+
+def test_an_answer_that_the_master_would_refuse_is_told_instead() -> None:
+    outbox = Outbox(Incarnation("0123"))
+    outbox.examined(1, Marks(found={"/shared": ("n1",) * 5000}))
+    (message,) = outbox.take(0.0)
+    told = read_answer(message.examined)
+    assert isinstance(told, Unable)
+    assert "5000 items are more than 4096" in told.reason
 
 
 def reported(what: PhaseReached | PeerLost) -> WorkerReport:
