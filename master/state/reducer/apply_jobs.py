@@ -360,11 +360,11 @@ def _step(state: ClusterState, job: Job, event: jobs.FirstStepCommitted, unix: f
 
 
 def _learn(job: Job, transition: jobs.ReconfigurationStats) -> None:
-    """Update the factor on transfer times, or the time of a return, by what state took to move.
-    Halfway for a return, since one may be odd."""
+    """Update the factor on transfer times, or the time of a return, by what state took to move."""
     made = job.current.made
-    if made is not None and made.restore and (took_s := transition.phases.get("transfer", 0.0)):
-        job.lineage.back_s = (job.lineage.back_s + took_s) / 2
+    if made is not None and made.restore and not made.anew:
+        took_s, back_s = transition.phases.get("transfer", 0.0), job.lineage.back_s
+        job.lineage.back_s = back_s * corrected(1.0, expected_s=back_s, happened_s=took_s)
     if made is None or made.expected is None or made.boundary or made.restore:
         return
     job.lineage.transfers = corrected(

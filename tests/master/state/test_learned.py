@@ -1,5 +1,6 @@
 """What the master learns from losses and transfers, for the next choice."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -124,14 +125,15 @@ def test_a_return_is_expected_to_take_what_the_last_ones_took() -> None:
         "4.0 restored 40 2 n1 n2 n3\n4.0 phase joined 2 n1 n2 n3\n"
         "8.0 phase transferred 2 n1 n2 n3\n8.5 steps 41 41 2\n"
     )
-    assert player.job.lineage.back_s == pytest.approx((BACK_S + 4.0) / 2)
+    expected = math.sqrt(BACK_S * 4.0)
+    assert player.job.lineage.back_s == pytest.approx(expected)
     player.play("9.0 restart\n10.0 reconnect n1 n2 n3\n")
-    assert outlook(player.state, player.job, 11.0).back_s == pytest.approx(17.0)
+    assert outlook(player.state, player.job, 11.0).back_s == pytest.approx(expected)
     player.play("12.0 close n3\n12.01 peer_lost n2/0 2\n")
     made = [event for _, event in player.journal if isinstance(event, PlanMade)][-1]
     assert made.restore
     assert made.expected is not None
-    assert made.expected.stall_s == pytest.approx(CHANGE_S + 17.0)
+    assert made.expected.stall_s == pytest.approx(CHANGE_S + expected)
 
 
 def test_what_was_learned_decides_the_next_answer() -> None:
