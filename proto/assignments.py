@@ -5,6 +5,7 @@ to such a Struct is carried, checked against its type and kept within bounds wit
 in the .proto file.
 """
 
+import json
 import re
 import zlib
 from functools import lru_cache
@@ -16,7 +17,7 @@ from oobleck.core.job.file import format_job, parse_job
 from oobleck.core.job.spec import JobSpec
 from oobleck.core.messages import Assign, Measure
 from oobleck.proto import control_pb2 as pb
-from oobleck.proto.bounds import check_bounds
+from oobleck.proto.bounds import MOST_RECEIVED_BYTES, check_bounds
 from oobleck.proto.checks import (
     at_least,
     in_field,
@@ -91,6 +92,20 @@ def unpack(kind: type[T], data: bytes) -> T:
     value = decode(kind, text)
     check_bounds(value)
     return value
+
+
+def fitted(message: pb.Assignment) -> pb.Assignment:
+    """Return a node's assignment with a plan, as a registration has room for it: a large plan is
+    without the cards of its workers, which are most of it and speed up their meeting alone. Fields
+    of later releases stay."""
+    if message.ByteSize() <= MOST_RECEIVED_BYTES // 2:
+        return message
+    tree = json.loads(zlib.decompress(message.assign))
+    tree["rendezvous"].pop("cards", None)
+    found = pb.Assignment()
+    found.CopyFrom(message)
+    found.assign = pack(tree)
+    return found
 
 
 def assignment_message(assignment: Assignment) -> pb.Assignment:

@@ -23,7 +23,7 @@ from oobleck.host.security.validity import refusal
 from oobleck.host.system.environment import Environment
 from oobleck.host.timeline import boot_id
 from oobleck.proto import control_pb2 as pb
-from oobleck.proto.assignments import read_assignment
+from oobleck.proto.assignments import fitted, read_assignment
 from oobleck.proto.control_pb2_grpc import ControlStub
 from oobleck.proto.detection import keepalive_options, read_addresses, read_welcome
 from oobleck.proto.protocol import NEWEST, OLDEST
@@ -298,7 +298,7 @@ class Session:
         )
         register = register_message(registration)
         if self._running is not None:
-            register.running.CopyFrom(self._running_message)
+            register.running.CopyFrom(fitted(self._running_message))
         return pb.AgentMessage(incarnation=self._incarnation, register=register)
 
     async def _send_all(self, stream: Stream, heartbeat_s: float) -> None:

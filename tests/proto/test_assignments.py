@@ -2,6 +2,7 @@
 wire and the agent to the worker, and back from an agent to a master whose journal lost its end."""
 
 import json
+import secrets
 import zlib
 from dataclasses import replace
 
@@ -21,7 +22,8 @@ from oobleck.master.events.jobs import PlanMade
 from oobleck.master.events.unions import Journaled
 from oobleck.master.rules.adoption import adopt
 from oobleck.proto import control_pb2 as pb
-from oobleck.proto.assignments import assignment_message, read_assignment
+from oobleck.proto.assignments import assignment_message, fitted, pack, read_assignment
+from oobleck.proto.bounds import MOST_RECEIVED_BYTES
 from oobleck.proto.protocol import OLDEST
 from oobleck.proto.status import read_register, register_message
 from oobleck.proto.types import Assignment, NodeStatus, Registration
@@ -93,6 +95,27 @@ def test_a_plan_of_thousands_of_workers_reaches_them() -> None:
     assign = Assign(plan=plan, rendezvous=rendezvous, boundary=False)
     message = assignment_message(Assignment(version=1, job_id=JOB, assign=assign))
     assert read_assignment(message).assign == assign
+
+
+def test_a_large_plan_that_an_agent_registers_with_has_no_cards() -> None:
+    """They cannot be compressed, and the whole registration has to fit into one message."""
+    small = assignment_message(told(ASSIGN, "n1"))
+    assert fitted(small) == small
+    many = 16_000
+    cards = tuple(f"{secrets.token_hex(16)}@10.0.{n >> 8}.{n & 255}:4000" for n in range(many))
+    assign = Assign(
+        plan=plan_of_cuts(*[([2], 1)] * many),
+        rendezvous=Rendezvous(host=cards[0], prefix="job/7/abc", cards=cards),
+        boundary=False,
+    )
+    tree = {**json.loads(encode(assign)), "of_a_later_release": 1}
+    message = fitted(pb.Assignment(version=1, job_id=JOB, assign=pack(tree)))
+    assert len(message.SerializeToString()) < MOST_RECEIVED_BYTES // 2
+    found = read_assignment(message).assign
+    assert found is not None
+    assert found.plan == assign.plan
+    assert (found.rendezvous.host, found.rendezvous.cards) == (cards[0], ())
+    assert b'"of_a_later_release":1' in zlib.decompress(message.assign)
 
 
 def test_the_example_has_every_field() -> None:
