@@ -37,7 +37,7 @@ from oobleck.planner.recovery.course import behind_answer
 from oobleck.planner.recovery.normalise import normalised
 from oobleck.planner.recovery.outlook import Outlook, expecting
 from oobleck.planner.recovery.policies import answer as chosen
-from oobleck.planner.recovery.policies import answers, ask, ready_steps, unforced
+from oobleck.planner.recovery.policies import answers, ask, copying, unforced
 from oobleck.planner.recovery.reconfigure import can_lose
 from oobleck.planner.recovery.terms import Terms, after
 from oobleck.planner.recovery.worth import anew
@@ -125,8 +125,8 @@ def committed(
             steps += wait_s / step_s * math.exp(-at / wait_s)
             continue
         behind = answers_in_turn[number + 1]
-        ready = max(ready_steps(change, each, behind), behind.stall_s / step_s)
-        until = at + step_s * (1 + math.ceil(ready))
+        ahead = copying(change, each.found.plan, behind.found.plan)
+        until = at + step_s * ahead.whole_steps(step_s)
         steps += wait_s / step_s * (math.exp(-at / wait_s) - math.exp(-until / wait_s))
         at = until + SWITCH_S + behind.late_s
     chances = [math.exp(-begin / wait_s) for _, begin in spans]

@@ -27,7 +27,7 @@ from oobleck.planner.profile.estimate import estimate_profile
 from oobleck.planner.profile.machine import slowest_of
 from oobleck.planner.profile.memory import budget_bytes
 from oobleck.planner.recovery.answer import Answer, Exposure
-from oobleck.planner.recovery.chooser import Candidates, Course
+from oobleck.planner.recovery.chooser import Candidates, Copying, Course
 from oobleck.planner.recovery.course import PlanWanted
 from oobleck.planner.search.firstplan import node_specification, on_usable_gpus
 
@@ -160,7 +160,8 @@ class NumberedCourse(msgspec.Struct, frozen=True, kw_only=True):
     first: int
     behind: int | None
     behind_late_s: float
-    ready_steps: float
+    copying: Copying | None
+    shadowing: Copying | None
     guarantee: int
     exposure: Exposure
 
@@ -186,7 +187,8 @@ class NextPlanReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
                     first=number[id(course.first)],
                     behind=number.get(id(course.behind)),
                     behind_late_s=course.behind_late_s,
-                    ready_steps=course.ready_steps,
+                    copying=course.copying,
+                    shadowing=course.shadowing,
                     guarantee=course.guarantee,
                     exposure=course.exposure,
                 )
@@ -203,7 +205,8 @@ class NextPlanReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
                 first=self.answers[one.first],
                 behind=None if one.behind is None else self.answers[one.behind],
                 behind_late_s=one.behind_late_s,
-                ready_steps=one.ready_steps,
+                copying=one.copying,
+                shadowing=one.shadowing,
                 guarantee=one.guarantee,
                 exposure=one.exposure,
             )

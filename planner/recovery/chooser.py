@@ -16,6 +16,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import msgspec
+
 from oobleck.core.errors import PlanInfeasible
 from oobleck.planner.recovery.answer import Answer, Exposure, RunnerUp
 from oobleck.planner.recovery.outlook import Outlook
@@ -50,18 +52,40 @@ class Phase:
     exposure: Exposure | None = None
 
 
+class Copying(msgspec.Struct, frozen=True, kw_only=True):
+    """What has to be ready before workers can switch to a plan at a step boundary."""
+
+    #: Steps of the running plan that pass until then, at least.
+    steps: float = 0.0
+    #: Seconds of copying.
+    seconds: float = 0.0
+
+    def whole_steps(self, step_s: float) -> int:
+        """Return how many steps of so many seconds pass until the switch, counting the one in which
+        it is asked for."""
+        return 1 + math.ceil(max(self.steps, self.seconds / step_s))
+
+    def paced(self, factor: float) -> "Copying":
+        """Return this with transfers that take so many times as long."""
+        return Copying(steps=self.steps, seconds=self.seconds * factor)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Course:
-    """Course of action: the answer at once, and the one that follows at a step boundary."""
+    """Course of action: the answer at once, the one that follows at a step boundary, and the
+    shadows that follow that."""
 
     first: Answer
     behind: Answer | None = None
     #: `late_s` of `behind` at a step boundary of `first`; its own is for a loss.
     behind_late_s: float = 0.0
-    #: Steps of `first` until workers are ready for `behind`, at least.
-    ready_steps: float = 0.0
+    #: Copying for `behind`, beside steps of `first`; None: nothing is behind it.
+    copying: Copying | None = None
+    #: Copying of shadows beside steps of the last plan; None: no shadows follow it.
+    shadowing: Copying | None = None
     #: Nodes that can be lost in the end, as far as the job asks for that, and what is held then.
     guarantee: int
+    #: Exposure of the last plan, with its shadows.
     exposure: Exposure
 
     @property
@@ -96,18 +120,16 @@ class Course:
                 Phase(
                     seconds=first.stall_s,
                     steps_per_s=1 / staying.weighed_s,
-                    exposure=staying.exposure,
+                    exposure=before,
                 )
             )
         found.append(Phase(seconds=stall_s, steps_per_s=0.0, exposure=before))
         step_s = weighed_s(first)
-        if self.behind is not None:
-            behind = self.behind
+        if self.copying is not None:
             kept = outlook.kept if staying is None else 0.0
-            steps = 1 + math.ceil(max(self.ready_steps, behind.stall_s / step_s)) - kept
             found += [
                 Phase(
-                    seconds=steps * step_s,
+                    seconds=(self.copying.whole_steps(step_s) - kept) * step_s,
                     steps_per_s=1 / step_s,
                     exposure=first.exposure,
                 ),
@@ -115,8 +137,9 @@ class Course:
                     seconds=SWITCH_S + self.behind_late_s, steps_per_s=0.0, exposure=first.exposure
                 ),
             ]
-        last = Phase(seconds=math.inf, steps_per_s=1 / weighed_s(self.last), exposure=self.exposure)
-        return [*found, last]
+        last_s = weighed_s(self.last)
+        found += _until_shadowed(self.shadowing, last_s, self.last.exposure)
+        return [*found, Phase(seconds=math.inf, steps_per_s=1 / last_s, exposure=self.exposure)]
 
     @property
     def answer(self) -> Answer:
@@ -137,7 +160,10 @@ class Staying:
     step_s: float
     weight: float
     guarantee: int
+    #: Exposure with the shadows that follow.
     exposure: Exposure
+    #: Copying of these; None: none follow.
+    shadowing: Copying | None = None
 
     @property
     def weighed_s(self) -> float:
@@ -190,6 +216,23 @@ def expected_steps(
     return value
 
 
+def _until_shadowed(
+    shadowing: Copying | None, step_s: float, exposure: Exposure | None
+) -> list[Phase]:
+    """Return the phase of a plan while its shadows are copied: what it holds itself is all there
+    is."""
+    if shadowing is None:
+        return []
+    copied_s = shadowing.whole_steps(step_s) * step_s
+    return [Phase(seconds=copied_s, steps_per_s=1 / step_s, exposure=exposure)]
+
+
+def _switched_s(phases: Sequence[Phase]) -> float:
+    """Return the seconds until the last plan trains."""
+    stands = [number for number, phase in enumerate(phases) if not phase.steps_per_s]
+    return sum(phase.seconds for phase in phases[: stands[-1] + 1]) if stands else 0.0
+
+
 def _finished_s(phases: Sequence[Phase], steps: float) -> float:
     """Return the seconds after which so many steps are committed."""
     at = 0.0
@@ -213,8 +256,14 @@ def _paced(course: Course, factor: float) -> Course:
         for each in (course.first, course.behind)
     )
     assert first is not None, "a course begins with an answer"
-    late_s = course.behind_late_s * factor
-    return replace(course, first=first, behind=behind, behind_late_s=late_s)
+    return replace(
+        course,
+        first=first,
+        behind=behind,
+        behind_late_s=course.behind_late_s * factor,
+        copying=course.copying and course.copying.paced(factor),
+        shadowing=course.shadowing and course.shadowing.paced(factor),
+    )
 
 
 def choose(found: Candidates, outlook: Outlook) -> Answer:
@@ -266,12 +315,10 @@ def choose(found: Candidates, outlook: Outlook) -> Answer:
         != (best.first.policy, best.first.found.rule)
     ]
     if staying is not None and not found.forced:
+        now_s = staying.weighed_s
         stays = [
-            Phase(
-                seconds=math.inf,
-                steps_per_s=1 / staying.weighed_s,
-                exposure=staying.exposure,
-            )
+            *_until_shadowed(staying.shadowing, now_s, found.before),
+            Phase(seconds=math.inf, steps_per_s=1 / now_s, exposure=staying.exposure),
         ]
         stay = value_of(stays)
         if found.to_gain or found.by_value:
@@ -279,7 +326,7 @@ def choose(found: Candidates, outlook: Outlook) -> Answer:
         else:  # a risk keeps no node idle, nor does a step that is a little longer
             least = min(value_of(stays, 0.0), value_of(_longer(stays, best), 0.0))
             phases = best.phases(outlook, found.before, staying)
-            in_time = sum(phase.seconds for phase in phases[:-1]) < until_s
+            in_time = _switched_s(phases) < until_s
             worth = in_time and value_of(phases, 0.0) >= least - close_by
         if why := _why_stay(best, staying, found, until_s, worth=worth):
             if found.instead is not None:

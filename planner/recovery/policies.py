@@ -25,6 +25,7 @@ from typing import Literal
 
 from oobleck.core.errors import PlanInfeasible
 from oobleck.core.job.spec import RecoveryPolicy
+from oobleck.core.plan import Plan
 from oobleck.core.ties import Ties
 from oobleck.core.units import count
 from oobleck.planner.programs.communicators import too_many
@@ -35,6 +36,7 @@ from oobleck.planner.recovery.answer import (
     Policy,
     copied_layers,
     late_behind_s,
+    moves,
     situation,
     splitting_weight,
 )
@@ -42,6 +44,7 @@ from oobleck.planner.recovery.chooser import (
     LEAST_GAIN,
     READY_STEPS,
     Candidates,
+    Copying,
     Course,
     Staying,
     choose,
@@ -292,6 +295,7 @@ def _candidates(
             weight=splitting_weight(change.plan),
             guarantee=min(can_lose(kept), change.fault_tolerance),
             exposure=Exposure.of(kept, racks=change.racks),
+            shadowing=None if kept is change.plan else copying(change, change.plan, kept),
         ),
         to_gain=to_gain,
         before=Exposure.of(change.plan, live, change.racks),
@@ -299,21 +303,27 @@ def _candidates(
 
 
 def _course(change: Change, first: Answer, behind: Answer | None = None) -> Course:
-    last = with_following((behind or first).found.plan, change)
+    plan = (behind or first).found.plan
+    last = with_following(plan, change)
     return Course(
         first=first,
         behind=behind,
         behind_late_s=0.0 if behind is None else late_behind_s(change, first, behind),
-        ready_steps=0.0 if behind is None else ready_steps(change, first, behind),
+        copying=None if behind is None else copying(change, first.found.plan, plan),
+        shadowing=None if last is plan else copying(change, plan, last),
         guarantee=min(can_lose(last), change.fault_tolerance),
         exposure=Exposure.of(last, racks=change.racks),
     )
 
 
-def ready_steps(change: Change, first: Answer, behind: Answer) -> float:
-    """Return the steps of `first` that pass until workers are ready for `behind`, at least."""
-    running = replace(change, plan=first.found.plan)
-    return READY_STEPS + copied_layers(running, behind.found.plan)
+def copying(change: Change, running: Plan, following: Plan) -> Copying:
+    """Return what is copied beside the steps of the `running` plan before the `following` one."""
+    change = replace(change, plan=running)
+    _, busiest_bytes = moves(change, following)
+    return Copying(
+        steps=READY_STEPS + copied_layers(change, following),
+        seconds=busiest_bytes / change.profile.links.inter_node_bytes_per_s,
+    )
 
 
 def _anew_if_better(change: Change, offer: Answer) -> Sequence[Answer]:

@@ -19,6 +19,7 @@ from oobleck.planner.recovery.chooser import (
     SWITCH_S,
     TIE,
     Candidates,
+    Copying,
     Course,
     Phase,
     Staying,
@@ -63,7 +64,13 @@ def course(
         weight=1.0,
         exposure=exposure,
     )
-    return Course(first=first, behind=behind, guarantee=guarantee, exposure=exposure)
+    return Course(
+        first=first,
+        behind=behind,
+        copying=Copying(seconds=behind.stall_s) if behind else None,
+        guarantee=guarantee,
+        exposure=exposure,
+    )
 
 
 def forced(*courses: Course) -> Candidates:
@@ -350,6 +357,32 @@ def test_the_clock_of_checkpoints_decides_what_a_risk_costs() -> None:
     assert choose(forced(risky, safe), soon).step_s == 1.0
 
 
+def test_shadows_count_once_they_are_copied() -> None:
+    """Until then a loss that takes a last holder costs a return, whatever will be held later."""
+    quick, safe = course(1.0, exposure=ALONE), course(1.1, exposure=SAFE)
+    outlook = msgspec.structs.replace(expecting(100.0, 4), every_steps=math.inf, behind_steps=200)
+    with_shadows = replace(quick, exposure=SAFE)
+    assert choose(forced(with_shadows, safe), outlook).step_s == 1.0
+    for copying in (Copying(steps=40), Copying(seconds=40.0)):
+        late = replace(with_shadows, shadowing=copying)
+        assert choose(forced(late, safe), outlook).step_s == 1.1
+    # The factor that was learned for transfers is one for shadows as well.
+    soon = replace(with_shadows, shadowing=Copying(seconds=1.0))
+    assert choose(forced(soon, safe), outlook).step_s == 1.0
+    slow = msgspec.structs.replace(outlook, transfers=40.0)
+    assert choose(forced(soon, safe), slow).step_s == 1.1
+
+
+def test_the_shadows_of_the_running_plan_count_once_they_are_copied() -> None:
+    staying = Staying(step_s=1.0, weight=1.0, guarantee=1, exposure=SAFE)
+    found = Candidates(courses=(course(1.0),), live=4, staying=staying, by_value=True, before=ALONE)
+    outlook = msgspec.structs.replace(expecting(100.0, 4), every_steps=math.inf, behind_steps=200)
+    with pytest.raises(PlanInfeasible, match="not worth a change"):
+        choose(found, outlook)
+    late = replace(found, staying=replace(staying, shadowing=Copying(steps=40)))
+    assert choose(late, outlook).step_s == 1.0
+
+
 def test_nothing_voluntary_makes_a_step_longer_unless_more_nodes_can_be_lost() -> None:
     staying = Staying(step_s=1.0, weight=1.0, guarantee=1, exposure=SAFE)
     for step_s, guarantee, taken in ((0.9, 1, True), (1.005, 1, True), (1.02, 1, False)):
@@ -447,7 +480,7 @@ def test_a_follow_up_costs_whole_steps_of_the_first_plan() -> None:
     assert (stall.seconds, switch.seconds) == (CHANGE_S, SWITCH_S)
     assert (routed.seconds, last.steps_per_s) == (40.0, 1.0)
     assert both.answer.then == "templates"
-    (_, routed, *_) = replace(both, ready_steps=4.2).phases(Outlook(), ALONE, None)
+    (_, routed, *_) = replace(both, copying=Copying(steps=4.2)).phases(Outlook(), ALONE, None)
     assert routed.seconds == 60.0, "workers need time to get ready, whatever moves"
     # A part of the broken step is not done again.
     _, routed, *_ = both.phases(Outlook(kept=0.5), ALONE, None)
