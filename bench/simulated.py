@@ -98,7 +98,7 @@ def play(cluster: NetCluster, job_id: str, wanted: Sequence[Event]) -> tuple[flo
         time.sleep(max(0.0, begun + event.at_s - time.time()))
         if event.what == "remove":
             # Without checkpoints, each layer needs two holders before a loss.
-            cluster.wait(partial(_can_lose_one, cluster, job_id), "a plan that can lose one")
+            cluster.wait(lambda: cluster.status(job_id)["can_lose"] > 0, "a plan that can lose one")
             at_s = time.time() - begun
             cluster.kill_node(event.node)
         else:
@@ -108,12 +108,6 @@ def play(cluster: NetCluster, job_id: str, wanted: Sequence[Event]) -> tuple[flo
         happened.append(Event(at_s, event.what, event.node))
         print(f"{at_s:7.1f} {event.what} {event.node}", flush=True)
     return begun, happened
-
-
-def _can_lose_one(cluster: NetCluster, job_id: str) -> bool:
-    """Return whether the plan in force can lose a node; a status tells of one in preparation."""
-    plans = [one for one in cluster.events(job_id) if one["event"] == "reconfigured"]
-    return not plans or plans[-1]["can_lose"] > 0
 
 
 def _is_live(cluster: NetCluster, node: str) -> bool:

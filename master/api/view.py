@@ -87,9 +87,8 @@ def job_status(state: ClusterState, job: Job, config: MasterConfig, now: float) 
     if job.current.made is not None and not job.current.put_back:
         message.plan.CopyFrom(plan_message(job.current.made.plan))
         message.plan_policy, message.then = job.current.made.policy, job.current.made.then
-        if job.state not in ENDED and not job.current.losses:
-            message.can_lose = job.current.made.can_lose
         if job.state not in ENDED:
+            message.can_lose = job.current.can_lose
             message.memory.extend(_memory(state, job))
             message.outlook.CopyFrom(_outlook(state, job, now))
     if (share := mfu(state, job, message.tokens_per_s)) is not None:

@@ -150,7 +150,7 @@ def _of_plan(job: Job) -> Mapping[Family, float | None]:
         NODES: 0 if over else len(job.current.members),
         PIPELINES: 0 if over or made is None else len(made.plan.pipelines),
         TOLERANCE: job.spec.fault_tolerance,
-        CAN_LOSE: 0 if over or made is None or job.current.losses else made.can_lose,
+        CAN_LOSE: 0 if over else job.current.can_lose,
         SLOW: 0 if over else len(job.slow),
         SUBMITTED_AT: job.submitted_at,
         STARTED_AT: job.started_at or None,

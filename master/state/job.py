@@ -32,6 +32,7 @@ from oobleck.master.events.nodes import (
 from oobleck.master.state.incident import Incident, LastIncident, Slowdown
 from oobleck.master.state.job_observed import JobSeen, SaveReport
 from oobleck.master.state.pace import StandBy, StandByTimes
+from oobleck.planner.recovery.answer import Exposure
 from oobleck.planner.recovery.course import evens_out
 from oobleck.planner.recovery.outlook import BACK_S
 
@@ -196,6 +197,26 @@ class CurrentPlan:
     def on_the_way(self) -> bool:
         """True while the newest generation has no committed step."""
         return self.stepped < self.generation
+
+    @property
+    def can_lose(self) -> int:
+        """Number of nodes, whichever they are, that can be lost now without losing a layer.
+
+        Until a step of the newest plan is committed, only what is left of the plan trained before
+        is certainly held, unless a checkpoint is being loaded.
+        """
+        made, before = self.made, self.trained
+        if made is None or self.losses:
+            return 0
+        if before is None or made.restore or not self.on_the_way:
+            return made.can_lose
+        held = {*made.incarnations, *made.leaving_incarnations}
+        processes = zip(before.plan.workers, before.incarnations, strict=True)
+        gone = {worker.node for worker, process in processes if process not in held}
+        if not gone:
+            return before.can_lose
+        left = Exposure.of(before.plan, set(before.plan.nodes) - gone)
+        return max(0, left.can_lose)
 
     @property
     def lost_nodes(self) -> frozenset[NodeName]:

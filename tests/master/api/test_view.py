@@ -447,6 +447,32 @@ def test_a_plan_is_told_with_its_shadows_and_with_none_once_they_run() -> None:
     assert told() == ([], 0)
 
 
+def test_a_plan_protects_from_losses_once_a_step_is_committed_in_it() -> None:
+    player = Player()
+    player.play(
+        "0.0 register n1 n2 n3 n4 n5 n6\n0.0 submit demo f=1 min_nodes=2 templates=1\n"
+        "0.5 ready n1 n2 n3 n4 n5 n6\n0.7 enter 1 n1 n2 n3 n4 n5 n6\n1.0 steps 1 5 1\n"
+        "1.1 stepped 1 n1 n2 n3 n4 n5 n6\n"
+    )
+    job = player.state.jobs[JobId("demo-1")]
+
+    def told() -> tuple[int, int]:
+        status = job_status(player.state, job, CONFIG, player.now)
+        return status.generation, status.can_lose
+
+    assert told() == (1, 1)
+    player.play("2.0 silent n3 n5\n7.5 look\n7.6 enter 2 n1 n2 n4 n6\n")
+    assert job.current.made is not None
+    assert (job.current.made.can_lose, told()) == (1, (2, 0))
+    player.play("8.0 steps 6 7 2\n8.1 stepped 2 n1 n2 n4 n6\n")
+    assert told() == (2, 1)
+    # Shadows are copied while training goes on; they count once all have switched.
+    player.play("9.0 silent n4 n6\n14.5 look\n14.6 enter 3 n1 n2\n14.8 steps 8 9 3\n")
+    assert (job.current.made.boundary, job.current.made.can_lose, told()) == (True, 1, (4, 0))
+    player.play("15.0 enter 4 n1 n2\n15.1 steps 10 11 4\n")
+    assert told() == (4, 1)
+
+
 def test_a_data_plane_in_the_clear_is_told_unless_it_stays_on_the_host() -> None:
     player = Player()
     player.play(START)
