@@ -46,19 +46,23 @@ _HOOK = re.compile(
     re.IGNORECASE,
 )
 #: Secrets that are known by what they are or by what is before them, in any text: tokens of GitHub,
-#: GitLab, Slack and Hugging Face, of an Authorization header, and keys of Azure's storage and AWS.
+#: GitLab, Slack and Hugging Face, and of an Authorization header.
 _TOKEN = re.compile(
     r"(?<![A-Za-z0-9_])(?:gh[oprsu]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|glpat-[\w-]{20,}"
-    r"|xox[a-z]-[A-Za-z0-9-]{20,}|hf_[A-Za-z0-9]{20,}|(?<=Bearer )[\w.~+/-]{8,}=*"
-    r"|(?<=AccountKey=)[\w+/]{8,}=*"
-    r"|(?:(?<=(?i:secret_access_key)=)|(?<=(?i:secret_access_key)=['\"]))[\w+/]{8,})"
+    r"|xox[a-z]-[A-Za-z0-9-]{20,}|hf_[A-Za-z0-9]{20,}|(?<=Bearer )[\w.~+/-]{8,}=*)"
+)
+#: Keys of Azure's storage and AWS, as an assignment, a line of an INI file, or JSON.
+_ASSIGNED = re.compile(
+    r"(?P<shown>(?:accountkey|secret_?access_?key|session_?token)['\"]?\s{0,3}[=:]\s{0,3}['\"]?)"
+    r"[\w+/]{8,}=*",
+    re.IGNORECASE,
 )
 
 
 def redact(text: str) -> str:
     """Return `text` with the secrets of the URLs in it hidden, and tokens that are known by their
     form."""
-    text = _TOKEN.sub(HIDDEN, text)
+    text = _ASSIGNED.sub(rf"\g<shown>{HIDDEN}", _TOKEN.sub(HIDDEN, text))
     if "://" not in text:
         return text
     whole = _SPACED.sub(f"://{HIDDEN}@", text)
