@@ -5,13 +5,13 @@ Owns their names, defaults and limits.
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 
-from oobleck.planner.recovery.chooser import SWITCH_S
 from oobleck.planner.recovery.course import SETTLE_S
-from oobleck.planner.recovery.outlook import SALVAGE
+from oobleck.planner.recovery.outlook import SALVAGE, SWITCH_S
 
 #: Least and most of costs that are no seconds.
 _LIMITS: Mapping[str, tuple[float, float]] = {"salvage": (0, 1), "step_ratio": (0.001, 1000)}
@@ -100,9 +100,9 @@ def _cost(name: str, value: object) -> float:
 
 def _lines(text: str, name: str) -> list[int]:
     """Return the line of each occurrence of a key."""
-    key = json.dumps(name, ensure_ascii=False)
-    lines = enumerate(text.splitlines(), start=1)
-    return [number for number, line in lines for _ in range(line.count(key))]
+    key = re.escape(json.dumps(name, ensure_ascii=False))
+    found = re.finditer(rf"{key}\s*:", text)
+    return [text.count("\n", 0, one.start()) + 1 for one in found]
 
 
 def data(costs: Costs) -> Mapping[str, float]:
