@@ -8,8 +8,8 @@ them back. Printed are, over the cases:
 - `loss`: the steps that are expected until the next loss by the choice of `auto`, less those that a
   return stands still for if it takes a last holder, against the best of all candidates that keep as
   high a guarantee: each policy's own answer, alone or followed by templates, by the shape of a
-  first plan or by a move of a stage, and that shape at once. The next loss is expected after 1
-  minute to 7 days, which is drawn too;
+  first plan or by a move of a stage, and that shape or that move at once. The next loss is expected
+  after 1 minute to 7 days, which is drawn too;
 - `against a first plan`: the step of the plan behind the loss, and of that after the return, over
   that of a first plan for the same nodes;
 - `against staying`: the step after the return over that before it.
@@ -32,12 +32,12 @@ from oobleck.core.plan import Plan
 from oobleck.core.schedules import Schedule
 from oobleck.planner.cost.estimate import estimate_step
 from oobleck.planner.recovery.answer import Answer, Change, late_behind_s, splitting_weight
-from oobleck.planner.recovery.chooser import CHANGE_S, SWITCH_S, choose
+from oobleck.planner.recovery.chooser import choose
 from oobleck.planner.recovery.course import behind_answer
 from oobleck.planner.recovery.normalise import normalised
-from oobleck.planner.recovery.outlook import Outlook, expecting
+from oobleck.planner.recovery.outlook import REJOIN_S, SWITCH_S, Outlook, expecting
 from oobleck.planner.recovery.policies import answer as chosen
-from oobleck.planner.recovery.policies import answers, ask, copying, unforced
+from oobleck.planner.recovery.policies import answers, ask, at_once, copying, unforced
 from oobleck.planner.recovery.reconfigure import can_lose
 from oobleck.planner.recovery.terms import Terms, after
 from oobleck.planner.recovery.worth import anew
@@ -116,7 +116,7 @@ def committed(
     """Return the steps that are expected until the next loss: each plan's standstill, then its
     steps; all but the last one have as many whole steps as preparing the next one takes. A
     loss that takes a last holder costs `back_steps`."""
-    at, steps = CHANGE_S + answers_in_turn[0].stall_s, 0.0
+    at, steps = REJOIN_S + answers_in_turn[0].stall_s, 0.0
     spans = [(change.plan, 0.0)]
     for number, each in enumerate(answers_in_turn):
         step_s = weighed_s(each.step_s, each.found.plan)
@@ -150,7 +150,9 @@ def candidates(change: Change, best: Answer) -> Iterator[tuple[Answer, ...]]:
         routed = own["reroute"]
         yield pair(routed, own["templates"])
         with contextlib.suppress(PlanInfeasible):
-            yield from ((routed, one) for one in normalised(after(change, routed)))
+            moved = normalised(after(change, routed))
+            yield from ((routed, one) for one in moved)
+            yield from ((at_once(change, routed, one),) for one in moved)
 
 
 def follow_up(change: Change, taken: Answer, outlook: Outlook) -> tuple[Answer, ...]:

@@ -37,7 +37,6 @@ from typing import Any
 from bench.support.client import BIN, Record
 from bench.support.netcluster import NetCluster
 from oobleck.cli.client import MasterClient
-from oobleck.planner.recovery.chooser import CHANGE_S
 from oobleck.planner.report.learned import learn_costs
 from oobleck.planner.simulate.costs import Costs
 
@@ -223,11 +222,11 @@ def stood_s(change: Record) -> float:
 def foretold_s(change: Record, costs: Mapping[str, float]) -> float:
     """Return what the costs and the planner's expectation tell of it."""
     known: Mapping[str, float] = {**asdict(Costs()), **costs}
-    expected_s: float = change["expected"]["stall_s"]
+    expected: Mapping[str, float] = change["expected"]
     if change["boundary"]:
-        return known["switch_s"] + expected_s
+        return known["switch_s"] + expected["stall_s"]
     phases = sum(known[name] for name in ("detect_s", "plan_s", "abort_s", "meeting_s"))
-    return phases + expected_s - CHANGE_S
+    return phases + expected["transfer_s"]
 
 
 if __name__ == "__main__":

@@ -26,7 +26,9 @@ Recompute = Literal["none", "layer"]
 FLOAT8_MULTIPLE = 16
 GradientSums = Literal["full", "bf16"]
 OnStateLost = Literal["fail", "restart"]
-RecoveryPolicy = Literal["auto", "templates", "reroute", "shadow", "uneven", "morph", "wait"]
+RecoveryPolicy = Literal[
+    "auto", "templates", "reroute", "normalise", "shadow", "uneven", "morph", "wait", "stay"
+]
 Shadows = Literal["auto", "none"]
 TransportName = Literal["auto", "tcp"]
 DataPlane = Literal["auto", "sealed", "clear"]
@@ -309,7 +311,7 @@ class JobSpec:
         if len(set(self.track)) < len(self.track):
             raise ValueError("track: names a program twice; name it once")
         policy = self.recovery.policy
-        if policy in ("reroute", "shadow") and self.fault_tolerance == 0:
+        if policy in ("reroute", "normalise", "shadow", "stay") and self.fault_tolerance == 0:
             raise ValueError(
                 f"policy: {policy} needs other nodes that hold the same layers; set "
                 "fault_tolerance to 1 or more, or policy to auto"

@@ -134,8 +134,8 @@ class NextPlanRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     #: Newest plan of templates or recut; None: that is `plan`.
     base: Plan | None
     #: `uneven`: no node is lost, and some workers compute at other rates than `plan` assumes.
-    #: `shadow`: the rates are as assumed, and more nodes shall hold layers of `plan`. `normalise`:
-    #: `plan` is re-routed, and other workers shall take over layers of lost ones.
+    #: `copies`: the rates are as assumed, and more nodes shall hold layers of `plan`. `moved`:
+    #: `plan` is re-routed, and another worker shall take over layers of lost ones.
     wanted: PlanWanted
     #: Rates of slow workers.
     rates: tuple[WorkerRate, ...] = ()

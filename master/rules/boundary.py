@@ -41,6 +41,9 @@ def join(context: Context, job: Job) -> Decision | None:
     due = _settled_at(context, job, [n for n in ready if n.facts.node not in job.standing_by])
     if due is None:
         return None
+    policy = job.spec.recovery.policy
+    if not course.takes_joins(policy):
+        return _stay_idle(f"by policy {policy} no node joins a plan that trains")
     if context.now < due:
         return Decision(wake_at=due, reason="nodes are about to join")
     try:
@@ -99,7 +102,7 @@ def follow_up(context: Context, job: Job) -> Decision | None:
         return None
     ready = usable_nodes(state, job)
     due = _settled_at(context, job, [n for n in ready if n.facts.node not in job.standing_by])
-    if due is not None and context.now < due:
+    if due is not None and context.now < due and course.takes_joins(job.spec.recovery.policy):
         return None  # they join in the same plan
     wanted: PlanWanted = course.behind_answer(made.then)
     try:

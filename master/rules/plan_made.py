@@ -25,7 +25,6 @@ from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.evidence import carried, transition_stats
 from oobleck.master.state.job import Job
 from oobleck.planner.recovery.answer import Answer
-from oobleck.planner.recovery.chooser import CHANGE_S
 from oobleck.planner.recovery.course import MORPH, MOVING
 from oobleck.planner.recovery.reconfigure import can_lose
 from oobleck.planner.recovery.rules import Next
@@ -156,7 +155,8 @@ def _expected(job: Job, answer: Answer | None, *, boundary: bool) -> Expected | 
     back_s = job.lineage.back_s if answer.policy == MORPH else 0.0
     return Expected(
         step_s=answer.step_s,
-        stall_s=answer.late_s if boundary else CHANGE_S + answer.stall_s + back_s,
+        stall_s=answer.late_s if boundary else job.lineage.rejoin_s + answer.stall_s + back_s,
+        transfer_s=0.0 if boundary else answer.stall_s,
         moved_bytes=answer.moved_bytes,
         value=answer.value,
         runner_up=None

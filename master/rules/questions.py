@@ -29,7 +29,7 @@ from oobleck.master.state.node import Node
 from oobleck.planner.profile.measurement import check_measured, profile_key
 from oobleck.planner.recovery.answer import Answer, Exposure
 from oobleck.planner.recovery.course import adds_holders
-from oobleck.planner.recovery.outlook import SALVAGE, Outlook, best_interval_s
+from oobleck.planner.recovery.outlook import Outlook, best_interval_s
 from oobleck.planner.recovery.reconfigure import can_lose
 
 OTHER_DATA = "its data differ from those of the job's other nodes (same paths, other content)"
@@ -82,7 +82,9 @@ def outlook(state: ClusterState, job: Job, now: float) -> Outlook:
         every_steps=every,
         next_s=next_s,
         back_s=job.lineage.back_s,
-        kept=SALVAGE * progress,
+        rejoin_s=job.lineage.rejoin_s,
+        switch_s=job.lineage.switch_s,
+        kept=job.lineage.salvage * progress,
         transfers=job.lineage.transfers,
     )
 

@@ -34,7 +34,7 @@ from oobleck.master.state.job_observed import JobSeen, SaveReport
 from oobleck.master.state.pace import StandBy, StandByTimes
 from oobleck.planner.recovery.answer import Exposure
 from oobleck.planner.recovery.course import evens_out
-from oobleck.planner.recovery.outlook import BACK_S
+from oobleck.planner.recovery.outlook import BACK_S, REJOIN_S, SALVAGE, SWITCH_S
 
 #: Most remembered reports on checkpoints, by which a repeated one is recognised.
 KNOWN_REPORTS = 64
@@ -151,6 +151,11 @@ class Lineage:
     transfers: float = 1.0
     #: Seconds that returns to a checkpoint take, as far as seen.
     back_s: float = BACK_S
+    #: Seconds that changes take beside moving state, forced ones and those at a step boundary, and
+    #: the share of a broken step that is kept, as far as seen.
+    rejoin_s: float = REJOIN_S
+    switch_s: float = SWITCH_S
+    salvage: float = SALVAGE
     #: Versions that differ among nodes of any plan, as far as reported.
     mixed: tuple[str, ...] = ()
 
@@ -203,7 +208,8 @@ class CurrentPlan:
         """Number of nodes, whichever they are, that can be lost now without losing a layer.
 
         Until a step of the newest plan is committed, only what is left of the plan trained before
-        is certainly held, unless a checkpoint is being loaded.
+        is certainly held, unless a checkpoint is being loaded. A node with a new process counts as
+        holding nothing.
         """
         made, before = self.made, self.trained
         if made is None or self.losses:

@@ -22,9 +22,6 @@ from oobleck.core.errors import PlanInfeasible
 from oobleck.planner.recovery.answer import Answer, Exposure, RunnerUp
 from oobleck.planner.recovery.outlook import Outlook
 
-#: Seconds of a change of generation beside moving state, and of one that was prepared in training
-#: (`python -m bench.changes`: up to 0.13 s).
-CHANGE_S, SWITCH_S = 0.5, 0.1
 #: Steps from a plan for a step boundary until workers are ready to switch, to connect and to catch
 #: up, beside one for each layer that one of them copies to another (`python -m bench.simulated`).
 READY_STEPS = 1.8
@@ -107,12 +104,13 @@ class Course:
         """Return the phases of the transition. `before`: what is held until state has moved.
         `staying`: the running plan, where it trains while state is copied.
 
-        A follow-up costs whole steps of the first plan for the same reason, and its switch waits
-        for a step boundary.
+        A follow-up costs whole steps of the first plan: its switch waits for a step boundary.
         """
         first = self.first
         found = []
-        stall_s = CHANGE_S + first.stall_s if staying is None else SWITCH_S + first.late_s
+        stall_s = outlook.rejoin_s + first.stall_s
+        if staying is not None:
+            stall_s = outlook.switch_s + first.late_s
         if self.goes_back:
             stall_s += outlook.back_s
         if staying is not None:
@@ -134,7 +132,9 @@ class Course:
                     exposure=first.exposure,
                 ),
                 Phase(
-                    seconds=SWITCH_S + self.behind_late_s, steps_per_s=0.0, exposure=first.exposure
+                    seconds=outlook.switch_s + self.behind_late_s,
+                    steps_per_s=0.0,
+                    exposure=first.exposure,
                 ),
             ]
         last_s = weighed_s(self.last)
@@ -328,7 +328,8 @@ def choose(found: Candidates, outlook: Outlook) -> Answer:
             phases = best.phases(outlook, found.before, staying)
             in_time = _switched_s(phases) < until_s
             worth = in_time and value_of(phases, 0.0) >= least - close_by
-        if why := _why_stay(best, staying, found, until_s, worth=worth):
+        stands_s = outlook.switch_s + best.first.late_s
+        if why := _why_stay(best, staying, found, until_s, stands_s, worth=worth):
             if found.instead is not None:
                 return found.instead
             raise PlanInfeasible(why)
@@ -343,10 +344,17 @@ def _longer(stays: Sequence[Phase], best: Course) -> Sequence[Phase]:
 
 
 def _why_stay(
-    best: Course, staying: Staying, found: Candidates, until_s: float, *, worth: bool
+    best: Course,
+    staying: Staying,
+    found: Candidates,
+    until_s: float,
+    stands_s: float,
+    *,
+    worth: bool,
 ) -> str:
     """Return why staying is better; empty if it is not. A plan that lets more nodes be lost, as far
-    as the job asks for that, is worth any step. `worth`: by its value."""
+    as the job asks for that, is worth any step. `stands_s`: standstill of its switch; `worth`:
+    by its value."""
     first = best.first
     if best.guarantee > staying.guarantee or first.undoes:
         return ""
@@ -364,7 +372,7 @@ def _why_stay(
     if not worth:
         left = f" for the {until_s:.3g} s that are left" if math.isfinite(until_s) else ""
         return (
-            f"{told}, after {first.stall_s:.3g} s of copying and {SWITCH_S + first.late_s:.3g} s "
-            f"of standstill: not worth a change{left}"
+            f"{told}, after {first.stall_s:.3g} s of copying and {stands_s:.3g} s of "
+            f"standstill: not worth a change{left}"
         )
     return ""

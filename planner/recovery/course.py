@@ -17,9 +17,10 @@ from oobleck.planner.recovery.rules import OF_OTHER_NODES, Next
 
 #: Policy of the wanted plan. `joined`, `settled`: templates, unless staying is better. `plain`:
 #: templates alone, where another policy failed. `anew`: the shape of a first plan, if that is worth
-#: it. `copies`: shadows behind an answer. `drained`: templates without nodes that train until then.
+#: it. `moved`: one stage moved behind a re-route. `copies`: shadows behind an answer. `drained`:
+#: templates without nodes that train until then.
 PlanWanted = (
-    RecoveryPolicy | Literal["copies", "normalise", "anew", "joined", "settled", "drained", "plain"]
+    RecoveryPolicy | Literal["copies", "moved", "anew", "joined", "settled", "drained", "plain"]
 )
 #: Moves state to where it is best before the next step; answers any change of the nodes.
 MOVING: RecoveryPolicy = "templates"
@@ -35,15 +36,18 @@ AROUND_SLOW: RecoveryPolicy = "uneven"
 PLAIN: PlanWanted = "plain"
 #: Changes that are never forced.
 VOLUNTARY: frozenset[PlanWanted] = frozenset(
-    {AROUND_SLOW, JOINED, SETTLED, "copies", "normalise", "anew"}
+    {AROUND_SLOW, JOINED, SETTLED, "copies", "moved", "anew"}
 )
 
 #: Policy of a return to a checkpoint: all state is loaded anyway, so the plan may have any shape.
 MORPH: RecoveryPolicy = "morph"
 #: Lets no plan be smaller than the running one.
 WAITING: RecoveryPolicy = "wait"
+#: Makes no change that nothing forces, but shadows.
+STAYING: RecoveryPolicy = "stay"
 
 _KEEPING = "reroute"
+_MOVES_A_STAGE = "normalise"
 _ADDS_HOLDERS = "shadow"
 #: Seconds for which a join waits for further nodes, unless the master is told otherwise.
 SETTLE_S = 1.0
@@ -69,8 +73,13 @@ def evens_out(policy: RecoveryPolicy) -> bool:
 
 
 def routes_losses(policy: RecoveryPolicy) -> bool:
-    """Return whether a job of this `policy` wants losses answered without moving state."""
-    return policy in (_KEEPING, _ADDS_HOLDERS)
+    """Return whether a job of this `policy` wants losses answered by re-routing."""
+    return policy in (_KEEPING, _MOVES_A_STAGE, _ADDS_HOLDERS, STAYING)
+
+
+def takes_joins(policy: RecoveryPolicy) -> bool:
+    """Return whether a job of this `policy` takes in nodes while its plan trains."""
+    return policy != STAYING
 
 
 def keeps_state(policy: str) -> bool:
@@ -98,6 +107,8 @@ def behind_answer(then: Next) -> PlanWanted:
     """Return the policy of the plan to ask for where `then` follows an answer."""
     if then == _ADDS_HOLDERS:
         return "copies"
+    if then == _MOVES_A_STAGE:
+        return "moved"
     return SETTLED if then == MOVING else then
 
 

@@ -53,8 +53,8 @@ def _follow_up(change: Change, plan: Plan) -> Next | None:
 def promising(change: Change, plan: Plan) -> bool:
     """Return whether a move after `plan` may relieve the busiest worker enough to be worth it.
 
-    The answer to a loss waits for this, so only bounds are computed, no routes or schedules. True
-    is a guess, False is certain.
+    Only bounds on the work are computed, no routes or schedules. True is a guess; where it is
+    False, only another order of work can shorten the step.
     """
     ticks = _ticks(change)
     most = (1 - LEAST_GAIN) * most_load(plan.routes, ticks)

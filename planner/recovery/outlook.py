@@ -38,6 +38,14 @@ _LEAST_SEEN_S, _LEAST_FACTOR, _MOST_FACTOR = 0.2, 0.25, 1000.0
 _MOST_AT_ONCE = 4.0
 #: Seconds of a return to a checkpoint, beside the steps that it undoes.
 BACK_S = 30.0
+#: Seconds of a change of generation after a loss, beside moving state, and of one that was prepared
+#: in training (`python -m bench.changes`: up to 0.13 s).
+REJOIN_S, SWITCH_S = 0.5, 0.1
+#: Least seconds that are learned of any of these.
+_LEAST_LEARNED_S = 0.001
+#: Weight of the newest pause at a step boundary, and of the newest broken step in the share of its
+#: work that is kept.
+_NEWEST = 0.125
 #: Least and most seconds until the next event that are believed.
 _LEAST_WAIT_S, _MOST_WAIT_S = 1.0, 10 * 365 * 86_400.0
 
@@ -183,6 +191,10 @@ class Outlook(msgspec.Struct, frozen=True, kw_only=True):
     next_s: float | None = None
     #: Standstill of a return to a checkpoint, seconds.
     back_s: float = BACK_S
+    #: Standstill, beside moving state, of a change that something forces and of a switch at a step
+    #: boundary, seconds.
+    rejoin_s: float = REJOIN_S
+    switch_s: float = SWITCH_S
     #: Share of the broken step that is not done again.
     kept: float = 0.0
     #: Factor on the expected times of transfers, by what they took so far.
@@ -233,6 +245,27 @@ def corrected(factor: float, *, expected_s: float, happened_s: float) -> float:
         return factor
     more = min(max(math.sqrt(happened_s / expected_s), 1 / _MOST_AT_ONCE), _MOST_AT_ONCE)
     return min(max(factor * more, _LEAST_FACTOR), _MOST_FACTOR)
+
+
+def learned_s(known_s: float, seen_s: float) -> float:
+    """Return the seconds to expect after some more were seen: halfway on a scale of ratios, and at
+    most fourfold, since one change may be odd."""
+    known_s = max(known_s, _LEAST_LEARNED_S)
+    ratio = math.sqrt(max(seen_s, _LEAST_LEARNED_S) / known_s)
+    return known_s * min(max(ratio, 1 / _MOST_AT_ONCE), _MOST_AT_ONCE)
+
+
+def learned_share(known: float, kept: float) -> float:
+    """Return the expected share of a broken step's work that is kept, after one more kept `kept` of
+    a whole step. Losses come at any time of a step, so half of it was done on average."""
+    return min(1.0, known + _NEWEST * (2 * kept - known))
+
+
+def learned_pause_s(known_s: float, seen_s: float) -> float:
+    """Return the mean pause of a switch after one more was seen. Many pause for nothing, so their
+    sum counts; an odd one counts no more than ten usual ones."""
+    most_s = 10 * max(known_s, SWITCH_S)
+    return known_s + _NEWEST * (min(max(seen_s, 0.0), most_s) - known_s)
 
 
 def received_s(expected_s: float, *, expected_bytes: int, received_bytes: int) -> float:

@@ -3,16 +3,20 @@
 - `templates` (Oobleck §5): a plan of templates for the live nodes; state moves before the next
   step.
 - `reroute` (ReCycle, SOSP 2024): the micro-batches of lost workers go to live holders of their
-  layers; no state moves, so training continues at once. `normalise` (also there) then moves one
-  stage, so that holes are at different layers.
+  layers; no state moves, so training continues at once.
+- `normalise` (also there): `reroute` with one stage moved, at once or at a step boundary, so that
+  holes are at different layers.
 - `uneven` (Malleus): where no node is lost, by the current speed of each worker.
 - `shadow` (Bamboo, NSDI 2023): `reroute`, which uses copies of layers that too few nodes hold.
   After an answer, nodes get such copies again.
 - `morph` (Varuna, EuroSys 2022): the best shape for the live nodes, with the state of the newest
   checkpoint.
 - `wait`: no plan has fewer nodes than the running one.
-- `auto` has the first two as candidates, `reroute` followed by `templates` or `normalise`, and the
-  shape of a first plan, at once or behind another answer.
+- `stay`: `reroute`, and no node joins.
+- `auto` has the first three as candidates, `reroute` followed by `templates` or `normalise`, the
+  shape of a first plan, at once or behind another answer. It never waits for a node: until one
+  comes, any other plan makes steps. Nor does it load a checkpoint while the state is held: loading
+  drops that, and a checkpoint may turn out to be damaged.
 
 Owns which courses a policy may take, and the candidates for each request of a job's course.
 `oobleck.planner.recovery.chooser` takes the best one. Must not know how a plan is made.
@@ -40,6 +44,7 @@ from oobleck.planner.recovery.answer import (
     situation,
     splitting_weight,
 )
+from oobleck.planner.recovery.answer import answer as answer_of
 from oobleck.planner.recovery.chooser import (
     LEAST_GAIN,
     READY_STEPS,
@@ -101,7 +106,7 @@ def _by_purpose(change: Change, wanted: PlanWanted) -> Candidates:
     match wanted:
         case "uneven":
             return around_slow(change)
-        case "copies" | "normalise" as following:
+        case "copies" | "moved" as following:
             return behind(change, following)
         case "joined":
             return unforced(change)
@@ -127,10 +132,10 @@ def answer(change: Change, wanted: RecoveryPolicy, outlook: Outlook | None = Non
 def for_change(change: Change, wanted: RecoveryPolicy) -> Candidates:
     """Return the candidates of a policy for a change that something forces.
 
-    Where the job names `reroute`, `normalise` follows if it promises a shorter step, and shadows
-    after that; where it names `shadow`, only shadows do. If the preferred policy has no answer the
-    other one is used, and the reason says so. Fewer nodes than templates need may hold all layers,
-    some as shadows. Raises PlanInfeasible where there is no answer.
+    Where the job names `reroute`, a stage is moved behind it if that promises a shorter step, and
+    shadows come after that; where it names `shadow` or `stay`, only shadows do. If the preferred
+    policy has no answer the other one is used, and the reason says so. Fewer nodes than templates
+    need may hold all layers, some as shadows. Raises PlanInfeasible where there is no answer.
     """
     lost = not frozenset(change.live).issuperset(change.plan.nodes)
     if wanted == "morph":
@@ -143,6 +148,8 @@ def for_change(change: Change, wanted: RecoveryPolicy) -> Candidates:
             f"policy wait: {count(len(change.plan.nodes), 'node')} are to train, as before, and "
             f"{len(change.live)} can; start more agents, or wait for lost nodes to come back"
         )
+    if wanted == "normalise" and lost:
+        return _all_normalised(change)
     first, other = _REROUTE_FIRST if routes_losses(wanted) and lost else _TEMPLATES_FIRST
     try:
         preferred = _MAKERS[first](change)
@@ -165,10 +172,24 @@ def for_change(change: Change, wanted: RecoveryPolicy) -> Candidates:
     with suppress(PlanInfeasible):
         routed = by_reroute(change)
         courses.append(_course(change, routed))
-        courses += [
-            _course(change, routed, each) for each in (*offers, *_normalised(change, routed))
-        ]
+        moved = _normalised(change, routed)
+        courses += [_course(change, routed, each) for each in (*offers, *moved)]
+        courses += [_course(change, at_once(change, routed, each)) for each in moved]
     return _forced(courses, change)
+
+
+def _all_normalised(change: Change) -> Candidates:
+    """Return the re-routed plan with one stage moved before the next step; as it is where no move
+    is worth it. Raises PlanInfeasible."""
+    try:
+        routed = by_reroute(change)
+    except PlanInfeasible as infeasible:
+        return only(change, _instead("templates", "normalise", infeasible, change))
+    try:
+        moved = normalised(after(change, routed))
+    except PlanInfeasible as infeasible:
+        return only(change, _for_want(routed, "normalise", infeasible))
+    return _forced([_course(change, at_once(change, routed, each)) for each in moved], change)
 
 
 def unforced(change: Change) -> Candidates:
@@ -202,7 +223,7 @@ def around_slow(change: Change) -> Candidates:
     return _candidates(change, uneven(change), to_gain=True)
 
 
-def behind(change: Change, wanted: Literal["copies", "normalise"]) -> Candidates:
+def behind(change: Change, wanted: Literal["copies", "moved"]) -> Candidates:
     """Return the follow-ups of an answer at a step boundary; shadows also where no stage is worth
     moving. Raises PlanInfeasible."""
     if wanted == "copies":
@@ -234,6 +255,17 @@ def morphed(change: Change) -> Answer:
     return replace(best, policy="morph", moved_bytes=0, stall_s=0.0, outrun_bytes=0, late_s=0.0)
 
 
+def at_once(change: Change, routed: Answer, behind: Answer) -> Answer:
+    """Return the plan of `behind`, the re-routed one with a stage moved, as an answer to the
+    change."""
+    made = replace(
+        behind.found,
+        plan=behind.found.plan.having(generation=change.generation),
+        reason=f"{routed.found.reason}; {behind.found.reason}",
+    )
+    return answer_of("normalise", made, behind.step_s, change, then=behind.then)
+
+
 def only(change: Change, offer: Answer) -> Candidates:
     """Return a single course as all candidates, so that there is nothing to choose."""
     return _forced([_course(change, offer)], change)
@@ -252,9 +284,8 @@ def answers(change: Change) -> Answers:
 
 def _normalised(change: Change, routed: Answer) -> Sequence[Answer]:
     """Return the re-routed plan with one stage moved, where that is worth it; nothing for large
-    plans."""
-    plan = routed.found.plan
-    if visits(plan) > _MOST_MOVED or not promising(change, plan):
+    plans, since a loss waits for their schedules."""
+    if visits(routed.found.plan) > _MOST_MOVED:
         return []
     try:
         return normalised(after(change, routed))
@@ -346,7 +377,12 @@ def _instead(other: Policy, first: Policy, why: PlanInfeasible, change: Change) 
         taken = _MAKERS[other](change)
     except PlanInfeasible as infeasible:
         raise (infeasible if other == "templates" else why) from None
-    reason = f"{taken.found.reason}; not by {first}: {why}"
+    return _for_want(taken, first, why)
+
+
+def _for_want(taken: Answer, wanted: Policy, why: PlanInfeasible) -> Answer:
+    """Return the answer, whose reason says why it is not that of the `wanted` policy."""
+    reason = f"{taken.found.reason}; not by {wanted}: {why}"
     return replace(taken, found=replace(taken.found, reason=reason))
 
 

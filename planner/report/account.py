@@ -120,6 +120,8 @@ class Account:
     #: The same, and useful ticks, since the newest checkpoint.
     fresh_steps: int = 0
     fresh: int = 0
+    #: True if there is a checkpoint.
+    has_saved: bool = False
     idle_nodes: int = 0
     unguarded: int = 0
     events: int = 0
@@ -150,12 +152,13 @@ class Account:
 
     def saved(self) -> None:
         self.fresh = self.fresh_steps = 0
+        self.has_saved = True
 
     def rolled_back(self) -> None:
         """Undo the steps since the newest checkpoint."""
         self.waste(self.fresh, self.fresh_steps * self.batch, "redone_checkpoint")
         self.steps -= self.fresh_steps
-        self.saved()
+        self.fresh = self.fresh_steps = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

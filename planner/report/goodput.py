@@ -186,7 +186,8 @@ def _changes(job: _Job) -> tuple[list[_Change], list[_Span]]:
         if event["boundary"]:
             causes = dict.fromkeys(causes, "switch")
         if event["policy"] == MORPH:
-            causes["transfer"] = "load"
+            # Workers load before they say that they have met.
+            causes["rendezvous"] = causes["transfer"] = "load"
         if generation in again:
             causes["first_step"] = "redone_checkpoint"
         end = max(before, end)

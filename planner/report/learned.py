@@ -9,9 +9,8 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
-from oobleck.planner.recovery.chooser import CHANGE_S
 from oobleck.planner.recovery.course import MORPH, SETTLE_S
-from oobleck.planner.recovery.outlook import corrected, received_s
+from oobleck.planner.recovery.outlook import REJOIN_S, corrected, received_s
 
 Record = Mapping[str, Any]
 
@@ -55,8 +54,9 @@ def learn_costs(
             continue
         move_s = 0.0
         if expected is not None:
+            transfer_s = expected.get("transfer_s")
             move_s = received_s(
-                expected["stall_s"] - CHANGE_S,
+                expected["stall_s"] - REJOIN_S if transfer_s is None else transfer_s,
                 expected_bytes=expected.get("moved_bytes", 0),
                 received_bytes=change["received_bytes"],
             )
@@ -66,12 +66,13 @@ def learn_costs(
         if change["cause"] == "worker lost":  # it also waits for the new process
             continue
         for phase, name in _PHASES.items():
-            found[name].append(phases[phase])
-        if change["policy"] == MORPH:
-            found["load_s"].append(phases["transfer"])
+            if change["policy"] != MORPH or phase != "rendezvous":
+                found[name].append(phases[phase])
+        if change["policy"] == MORPH:  # workers load before they say that they have met
+            found["load_s"].append(phases["rendezvous"] + phases["transfer"])
         elif link_bytes_per_s and link_s >= _LEAST_MOVE_S and took_s > 0:
             found["bytes_per_s"].append(link_bytes_per_s * link_s / took_s)
-        if microbatches and change["redo_step"] is not None:
+        if microbatches and change["redo_step"] is not None and change["policy"] != MORPH:
             kept = change["salvaged_microbatches"] / microbatches
             # Losses come at any time of a step, so half of it was done on average.
             found["salvage"].append(2 * kept)

@@ -298,7 +298,8 @@ class Replay:
         if due is not None and self._now < due:
             self._look_at = min([round(due), *later])
             return
-        if ready and self._propose(course.JOINED, (), self._fresh(), joining=True):
+        joins = ready and course.takes_joins(self._policy)
+        if joins and self._propose(course.JOINED, (), self._fresh(), joining=True):
             return
         if self._then is not None:
             if self._propose(course.behind_answer(self._then), (), self._fresh()):
@@ -395,18 +396,23 @@ class Replay:
         every = costs.checkpoint_every_s / max(self._step_s, seconds(1))
         steps = self._setting.steps
         left = None if steps is None else max(1, steps - self.account.steps)
+        # Plans have their profile's seconds, of which each takes `ratio` of the trace's.
+        ratio = costs.step_ratio
         return Outlook(
-            per_node_s=losses.per_node_s(self._setting.mtbf_s),
-            joins_per_s=losses.joins_per_s(self._step_s),
+            per_node_s=losses.per_node_s(self._setting.mtbf_s) * ratio,
+            joins_per_s=losses.joins_per_s(self._step_s) * ratio,
             whole_rack=losses.rack_share(self._live_racks()),
             sizes=losses.sizes,
             left_steps=left,
-            left_s=None if left is None else left * seconds(self._step),
+            left_s=None if left is None else left * seconds(self._step) / ratio,
             behind_steps=self.account.fresh_steps,
             every_steps=every or math.inf,
-            next_s=seconds(self._save_due - self._now) if every else None,
-            back_s=costs.load_s,
+            next_s=seconds(self._save_due - self._now) / ratio if every else None,
+            back_s=costs.load_s / ratio,
+            rejoin_s=(costs.abort_s + costs.meeting_s + costs.first_step_s) / ratio,
+            switch_s=(costs.switch_s + costs.first_step_s) / ratio,
             kept=self._kept,
+            transfers=self._moved_s(1.0) / ratio,
         )
 
     def _live_racks(self) -> Mapping[NodeName, str]:
@@ -523,7 +529,7 @@ class Replay:
         assert self._shape is not None, "there is a plan"
         if self._lacks_layers(gone) and not self._roll_back():
             return
-        if self._policy == course.MORPH and self._costs.checkpoint_every_s:
+        if self._policy == course.MORPH and self.account.has_saved:
             self._roll_back()
         wanted = self._wanted(certain=not (moving or repaired))
         more = sum(map(self._held_bytes, repaired))
@@ -544,6 +550,8 @@ class Replay:
         """Return the wanted plan where the running one cannot go on. `certain`: workers hold what
         it says."""
         wanted = course.for_losses(self._policy, certain=certain)
+        if wanted == course.MORPH and not (self.account.has_saved or self._rolled_back):
+            return course.MOVING
         # All state is loaded anyway, so the shape is free.
         return course.MORPH if self._rolled_back and wanted != course.WAITING else wanted
 
@@ -612,6 +620,8 @@ class Replay:
         """Begin the transition into a plan that all wait for."""
         costs = self._costs
         self._phases.append(("meeting", ticks(costs.meeting_s)))
+        if outcome.policy == course.MORPH:
+            self._roll_back()
         if self._rolled_back:
             self._phases.append(("load", ticks(costs.load_s)))
         else:

@@ -171,20 +171,21 @@ class Shapes:
     def _outcome(self, asked: "_Asked", taken: Answer) -> Outcome:
         key = id(taken.found)
         if key not in asked.outcomes:
-            following = after(asked.change, taken)
+            offer = asked.offered(taken)
+            following = after(asked.change, offer)
             made, before = self._shape(following.plan, following.base)
-            step_s = max(taken.step_s, _LEAST_STEP_S)
+            step_s = max(offer.step_s, _LEAST_STEP_S)
             self._note_step(len(before), step_s)
             asked.outcomes[key] = Outcome(
                 shape=made,
                 seats=tuple(asked.seat[name] for name in before),
                 step_s=step_s,
-                stall_s=taken.stall_s,
-                moved_bytes=taken.moved_bytes,
-                late_s=taken.late_s,
-                copied_layers=copied_layers(asked.change, taken.found.plan),
-                policy=taken.policy,
-                rule=taken.found.rule,
+                stall_s=offer.stall_s,
+                moved_bytes=offer.moved_bytes,
+                late_s=offer.late_s,
+                copied_layers=copied_layers(asked.change, offer.found.plan),
+                policy=offer.policy,
+                rule=offer.found.rule,
             )
         return replace(asked.outcomes[key], then=taken.then)
 
@@ -252,6 +253,14 @@ class _Asked:
         self.change, self.seat, self.candidates = change, seat, candidates
         #: By the identity of what was found, which `candidates` keeps.
         self.outcomes: dict[int, Outcome] = {}
+
+    def offered(self, taken: Answer) -> Answer:
+        """Return the answer as it was offered: in the one `taken` transfers take as long as the
+        outlook of that moment says."""
+        offers = [course.first for course in self.candidates.courses]
+        if self.candidates.instead is not None:
+            offers.append(self.candidates.instead)
+        return next(each for each in offers if each.found is taken.found)
 
 
 def _found(known: _Known | PlanInfeasible) -> _Known:

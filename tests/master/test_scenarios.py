@@ -161,10 +161,10 @@ def test_a_return_to_a_checkpoint_is_recorded_with_its_standstill() -> None:
 
 
 def test_the_best_answer_that_was_not_taken_is_recorded() -> None:
-    loss, *_ = reconfigured("accused")
+    loss, *_ = reconfigured("overtaken")
     assert (loss["policy"], loss["rule"], loss["runner_up"]["policy"]) == (
-        "templates",
-        "borrow",
+        "normalise",
+        "normalise",
         "reroute",
     )
     assert 0 < loss["runner_up"]["value"] < loss["expected"]["value"]

@@ -25,4 +25,4 @@ def for_joins(change: Change) -> Answer:
 
 def with_stage_moved(change: Change) -> Answer:
     """Raises PlanInfeasible."""
-    return chosen(behind(change, "normalise"))
+    return chosen(behind(change, "moved"))

@@ -28,9 +28,14 @@ from oobleck.master.state.job_states import move
 from oobleck.master.state.node import Node
 from oobleck.master.state.pace import StandBy
 from oobleck.master.state.slowdowns import slow_after
-from oobleck.planner.recovery.chooser import CHANGE_S
 from oobleck.planner.recovery.course import base_behind
-from oobleck.planner.recovery.outlook import corrected, received_s
+from oobleck.planner.recovery.outlook import (
+    corrected,
+    learned_pause_s,
+    learned_s,
+    learned_share,
+    received_s,
+)
 
 
 def apply(state: ClusterState, event: jobs.JobEvent, now: float, unix: float) -> None:
@@ -359,23 +364,45 @@ def _step(state: ClusterState, job: Job, event: jobs.FirstStepCommitted, unix: f
     _learn(job, event.transition)
 
 
+#: Causes of changes that wait for no process to start.
+_ONLY_CHANGE: frozenset[jobs.Cause] = frozenset(
+    {"node lost", "node left out", "peers lost", "no progress"}
+)
+
+
 def _learn(job: Job, transition: jobs.ReconfigurationStats) -> None:
-    """Update the factor on transfer times, or the time of a return, by what state took to move."""
-    made = job.current.made
-    if made is not None and made.restore and not made.anew:
-        took_s, back_s = transition.phases.get("transfer", 0.0), job.lineage.back_s
-        job.lineage.back_s = back_s * corrected(1.0, expected_s=back_s, happened_s=took_s)
-    if made is None or made.expected is None or made.boundary or made.restore:
+    """Update what is expected of changes: how long they and their transfers take, how long a return
+    takes, and how much of a broken step is kept."""
+    made, lineage, phases = job.current.made, job.lineage, transition.phases
+    if made is None or transition.master_restarted or made.anew:
         return
-    job.lineage.transfers = corrected(
-        job.lineage.transfers,
-        expected_s=received_s(
-            made.expected.stall_s - CHANGE_S,
-            expected_bytes=made.expected.moved_bytes,
-            received_bytes=transition.received_bytes,
-        ),
-        happened_s=transition.phases.get("transfer", 0.0),
-    )
+    moved_s, met_s = phases.get("transfer", 0.0), phases.get("rendezvous", 0.0)
+    expected = made.expected
+    if made.boundary:
+        if expected is not None:
+            pause_s = met_s + moved_s - expected.stall_s
+            lineage.switch_s = learned_pause_s(lineage.switch_s, pause_s)
+        return
+    if made.restore:  # workers load before they say that they have met
+        back_s = met_s + moved_s - lineage.rejoin_s
+        if back_s > 0:
+            lineage.back_s = learned_s(lineage.back_s, back_s)
+        return
+    if transition.redo_step is not None:
+        kept = transition.salvaged_microbatches / made.plan.microbatches
+        lineage.salvage = learned_share(lineage.salvage, kept)
+    if made.cause in _ONLY_CHANGE and not made.starting:
+        lineage.rejoin_s = learned_s(lineage.rejoin_s, phases.get("abort", 0.0) + met_s)
+    if expected is not None and expected.transfer_s is not None:
+        lineage.transfers = corrected(
+            lineage.transfers,
+            expected_s=received_s(
+                expected.transfer_s,
+                expected_bytes=expected.moved_bytes,
+                received_bytes=transition.received_bytes,
+            ),
+            happened_s=moved_s,
+        )
 
 
 def _forget_processes(state: ClusterState, job: Job) -> None:

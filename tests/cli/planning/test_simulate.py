@@ -62,7 +62,7 @@ def test_policies_stand_side_by_side_with_the_bounds(asked: tuple[str, ...]) -> 
     table = run(*asked, "--policy", "all", "--until", "10m").stdout
     first, *rows = table.splitlines()
     assert first.split()[:3] == ["POLICY", "SAMPLES/S", "OF"]
-    assert [row.split()[0] for row in rows[:4]] == ["auto", "templates", "reroute", "shadow"]
+    assert [row.split()[0] for row in rows[:4]] == ["auto", "templates", "reroute", "normalise"]
     assert "bounds: " in table
     assert "templates (first) 1" in table
 

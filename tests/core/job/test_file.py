@@ -170,6 +170,14 @@ def refusal(text: str, *overrides: str) -> str:
             "job.yaml:11: recovery.policy: reroute needs other nodes that hold the same "
             "layers; set fault_tolerance to 1 or more, or policy to auto",
         ),
+        *(
+            (
+                "fault_tolerance: 1",
+                f"fault_tolerance: 0\nrecovery: {{policy: {policy}}}",
+                f"job.yaml:11: recovery.policy: {policy} needs other nodes that hold the same",
+            )
+            for policy in ("shadow", "normalise", "stay")
+        ),
         (
             "fault_tolerance: 1",
             "checkpoint: {pth: saved}",

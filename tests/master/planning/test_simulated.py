@@ -7,7 +7,6 @@ import pytest
 from oobleck.core.job.spec import RecoveryPolicy
 from oobleck.master.events.jobs import PlanMade
 from oobleck.master.planning import client
-from oobleck.planner.recovery.chooser import CHANGE_S
 from oobleck.planner.recovery.outlook import Outlook
 from oobleck.planner.recovery.terms import Terms
 from oobleck.planner.report.account import Result
@@ -87,5 +86,5 @@ def test_a_loss_is_answered_as_by_the_master(
         expected.step_s, rel=1e-3
     )
     forced = [event.expected for event in made if event.expected and not event.boundary]
-    waited = sum(each.stall_s - CHANGE_S for each in forced)
+    waited = sum(each.transfer_s or 0.0 for each in forced)
     assert early.data()["badput"].get("transfer", 0) == pytest.approx(waited, abs=1e-6)

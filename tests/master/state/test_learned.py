@@ -11,8 +11,7 @@ from oobleck.master.api.view import job_status, node_info
 from oobleck.master.config import MasterConfig
 from oobleck.master.events.jobs import PlanMade
 from oobleck.master.rules.questions import outlook
-from oobleck.planner.recovery.chooser import CHANGE_S
-from oobleck.planner.recovery.outlook import BACK_S
+from oobleck.planner.recovery.outlook import BACK_S, REJOIN_S, SALVAGE, SWITCH_S
 from support.scenario import Player
 
 #: State takes seconds to move, until {end}.
@@ -39,8 +38,9 @@ def play_loss(player: Player) -> tuple[float, int]:
     player.play(LOSS)
     made = [event for _, event in player.journal if isinstance(event, PlanMade)][-1]
     assert made.expected is not None
-    moved_s = made.expected.stall_s - CHANGE_S
-    assert moved_s > 1
+    moved_s = made.expected.transfer_s
+    assert moved_s is not None
+    assert made.expected.stall_s == moved_s + REJOIN_S > 1
     return moved_s, made.expected.moved_bytes
 
 
@@ -69,6 +69,24 @@ def test_a_transfer_tells_only_of_the_bytes_that_it_moved() -> None:
         ENTERED.format(end=3.0 + expected_s / 4, after=9.0 + expected_s, each=moved_bytes // 16)
     )
     assert player.job.lineage.transfers == pytest.approx(1.0, rel=0.02)
+
+
+def test_changes_are_expected_to_take_what_the_last_ones_took() -> None:
+    player = Player()
+    _, moved_bytes = play_loss(player)
+    player.play(ENTERED.format(end=5.0, after=5.1, each=moved_bytes // 4))
+    seen_s = 1.0  # it took half a second to leave the step, and half to meet
+    rejoin_s = math.sqrt(REJOIN_S * seen_s)
+    assert player.job.lineage.rejoin_s == pytest.approx(rejoin_s, rel=0.02)
+    assert player.job.lineage.salvage == pytest.approx(SALVAGE * 7 / 8), "nothing was kept"
+    # Nobody waits at the boundary at which a node joins.
+    player.play(
+        "6.0 register n3\n6.5 ready n3\n20.0 enter 3 n1 n2 n3 n4 n5\n20.2 steps 7 8 3\n"
+        "21.0 restart\n22.0 reconnect n1 n2 n3 n4 n5\n"
+    )
+    learned = outlook(player.state, player.job, player.now)
+    assert learned.rejoin_s == pytest.approx(rejoin_s, rel=0.02)
+    assert learned.switch_s == pytest.approx(SWITCH_S * 7 / 8)
 
 
 def test_losses_are_counted_and_known_after_a_restart() -> None:
@@ -122,10 +140,11 @@ def test_a_return_is_expected_to_take_what_the_last_ones_took() -> None:
         "0.1 submit demo checkpoint=1 morph=1 shadows=0\n0.2 register n1 n2 n3 n4\n"
         "0.5 ready n1 n2 n3 n4\n0.7 enter 1 n1 n2 n3 n4\n1.0 steps 1 40 1\n2.0 saved 40\n"
         "3.0 close n4\n3.01 peer_lost n3/0 1\n"
-        "4.0 restored 40 2 n1 n2 n3\n4.0 phase joined 2 n1 n2 n3\n"
-        "8.0 phase transferred 2 n1 n2 n3\n8.5 steps 41 41 2\n"
+        "4.0 restored 40 2 n1 n2 n3\n"  # with their word that they have left the step
+        "8.0 phase joined 2 n1 n2 n3\n8.0 phase transferred 2 n1 n2 n3\n8.5 steps 41 41 2\n"
     )
-    expected = math.sqrt(BACK_S * 4.0)
+    expected = math.sqrt(BACK_S * (8.0 - 4.0 - REJOIN_S))
+    assert player.job.lineage.rejoin_s == REJOIN_S, "loading is no meeting"
     assert player.job.lineage.back_s == pytest.approx(expected)
     player.play("9.0 restart\n10.0 reconnect n1 n2 n3\n")
     assert outlook(player.state, player.job, 11.0).back_s == pytest.approx(expected)
@@ -133,7 +152,7 @@ def test_a_return_is_expected_to_take_what_the_last_ones_took() -> None:
     made = [event for _, event in player.journal if isinstance(event, PlanMade)][-1]
     assert made.restore
     assert made.expected is not None
-    assert made.expected.stall_s == pytest.approx(CHANGE_S + expected)
+    assert made.expected.stall_s == pytest.approx(player.job.lineage.rejoin_s + expected)
 
 
 def test_what_was_learned_decides_the_next_answer() -> None:
@@ -146,9 +165,8 @@ def test_what_was_learned_decides_the_next_answer() -> None:
     learned, losses = outlook(player.state, player.job, player.now), player.state.losses
     assert learned.transfers == player.job.lineage.transfers > 2
     assert made.expected is not None
-    assert (
-        made.expected.stall_s - CHANGE_S > 2 * expected_s * made.expected.moved_bytes / moved_bytes
-    )
+    assert made.expected.transfer_s is not None
+    assert made.expected.transfer_s > 2 * expected_s * made.expected.moved_bytes / moved_bytes
     assert learned.per_node_s == pytest.approx(losses.per_node_s(player.job.spec.recovery.mtbf_s))
     assert learned.per_node_s > 1.5 * fresh.per_node_s
     config = MasterConfig(listen="127.0.0.1:0", state_dir=Path("/nowhere"), timing=Detection())

@@ -15,8 +15,6 @@ from oobleck.core.errors import PlanInfeasible
 from oobleck.core.ids import NodeName
 from oobleck.planner.recovery.answer import Answer, Exposure
 from oobleck.planner.recovery.chooser import (
-    CHANGE_S,
-    SWITCH_S,
     TIE,
     Candidates,
     Copying,
@@ -28,12 +26,16 @@ from oobleck.planner.recovery.chooser import (
 )
 from oobleck.planner.recovery.outlook import (
     MTBF_S,
+    REJOIN_S,
+    SWITCH_S,
     TOGETHER_S,
     Losses,
     Outlook,
     best_interval_s,
     corrected,
     expecting,
+    learned_pause_s,
+    learned_share,
 )
 from oobleck.planner.recovery.policies import without_crowded
 from oobleck.planner.recovery.rules import Reconfiguration
@@ -477,7 +479,7 @@ def test_a_follow_up_costs_whole_steps_of_the_first_plan() -> None:
     moved = course(1.0, stall_s=25.0).first
     both = course(10.0, policy="reroute", behind=moved)
     stall, routed, switch, last = both.phases(Outlook(), ALONE, None)
-    assert (stall.seconds, switch.seconds) == (CHANGE_S, SWITCH_S)
+    assert (stall.seconds, switch.seconds) == (REJOIN_S, SWITCH_S)
     assert (routed.seconds, last.steps_per_s) == (40.0, 1.0)
     assert both.answer.then == "templates"
     (_, routed, *_) = replace(both, copying=Copying(steps=4.2)).phases(Outlook(), ALONE, None)
@@ -491,13 +493,37 @@ def test_a_return_stands_still_for_the_load_and_undoes_the_steps_behind_the_chec
     outlook = msgspec.structs.replace(expecting(1e4, 4), behind_steps=500, back_s=40.0)
     back, on = course(1.0, policy="morph"), course(1.0)
     stall, _ = back.phases(outlook, ALONE, None)
-    assert stall.seconds == CHANGE_S + 40.0
+    assert stall.seconds == REJOIN_S + 40.0
     returned, kept = (choose(forced(each), outlook).value for each in (back, on))
     assert returned is not None
     assert kept is not None
     # What is expected until the next change is discounted by the standstill.
     assert kept - returned == pytest.approx(540, rel=0.02)
     assert choose(forced(back, on), outlook).policy == "templates"
+
+
+def test_shares_and_pauses_are_learned_as_means() -> None:
+    """Of all of a step's work, half is done on average; most pauses are none."""
+    draw, share, pause = random.Random(3), 0.55, SWITCH_S
+    shares, pauses = [], []
+    for _ in range(4000):
+        share = learned_share(share, 0.8 * draw.random())
+        pause = learned_pause_s(pause, 0.8 if draw.random() < 0.4 else 0.0)
+        shares.append(share)
+        pauses.append(pause)
+    assert sum(shares) / len(shares) == pytest.approx(0.8, abs=0.03)
+    assert sum(pauses) / len(pauses) == pytest.approx(0.32, abs=0.03)
+    assert learned_pause_s(SWITCH_S, 600.0) < 3 * SWITCH_S
+
+
+def test_what_changes_were_seen_to_take_decides_how_many_are_worth_it() -> None:
+    """A second change behind the first costs its standstill, however little state moves."""
+    both = course(1.5, policy="reroute", behind=course(1.0).first)
+    stays, moves = course(1.5, policy="reroute"), course(1.0, stall_s=20.0, moved=1)
+    outlook = expecting(500.0, 4)
+    assert choose(forced(stays, moves, both), outlook).then == "templates"
+    slow = msgspec.structs.replace(outlook, switch_s=30.0)
+    assert choose(forced(stays, moves, both), slow).policy == "templates"
 
 
 def test_the_runner_up_is_the_best_of_the_others() -> None:

@@ -108,6 +108,28 @@ def test_two_losses_of_one_stage() -> None:
     assert "takes over layers 2-2 in place of others" in found.found.reason
 
 
+def test_a_stage_moves_before_the_next_step_where_the_job_names_that() -> None:
+    base = equal(3, 4, 8)
+
+    def loss(lost: str) -> Change:
+        return replace(after(base, lost), plan=base, generation=Generation(2))
+
+    lost = loss("p0s2 p1s2")
+    routed = answer(lost, "reroute")
+    found = answer(lost, "normalise")
+    assert (routed.then, found.policy, found.then) == ("normalise", "normalise", None)
+    behind = normalised(after(base, "p0s2 p1s2"))
+    assert found.found.plan.routes == behind.found.plan.routes
+    assert found.found.plan.generation == lost.generation
+    assert (found.moved_bytes, found.stall_s > 0) == (behind.moved_bytes, True)
+    assert "p0s2, p1s2 lost" in found.found.reason
+    assert "takes over layers 2-2" in found.found.reason
+    # Holes at different stages leave nothing to move.
+    kept = answer(loss("p0s2 p1s1"), "normalise")
+    assert kept.policy == "reroute"
+    assert "not by normalise: a step would take" in kept.found.reason
+
+
 def test_one_hole_of_equal_stages_may_as_well_stay() -> None:
     asked = after(equal(3, 4, 8), "p0s2")
     assert not promising(asked, asked.plan)

@@ -22,9 +22,8 @@ from oobleck.planner.programs.listing.schedule import listed_routes
 from oobleck.planner.programs.transfer import plan_transfers
 from oobleck.planner.recovery import policies, worth
 from oobleck.planner.recovery.answer import Answer, Change, Exposure, splitting_weight
-from oobleck.planner.recovery.chooser import CHANGE_S, SWITCH_S
 from oobleck.planner.recovery.course import JOINED, SETTLED, behind_answer
-from oobleck.planner.recovery.outlook import expecting
+from oobleck.planner.recovery.outlook import REJOIN_S, SWITCH_S, expecting
 from oobleck.planner.recovery.policies import answer, answers, ask
 from oobleck.planner.recovery.reconfigure import can_lose
 from oobleck.planner.recovery.terms import after
@@ -158,7 +157,7 @@ def test_long_steps_are_not_made_longer_to_save_a_short_standstill() -> None:
 def test_templates_do_not_follow_where_their_step_is_the_longer_one() -> None:
     asked = change([4, 4, 4, 4, 4], "n1", state_bytes=2 * GIGABYTE, forward_s=0.03)
     found, templates = answer(asked, "auto"), answers(asked)["templates"]
-    assert (found.policy, found.then) == ("reroute", None)
+    assert (found.policy, found.then) == ("reroute", "normalise")
     assert isinstance(templates, Answer)
     assert templates.step_s > found.step_s
 
@@ -171,7 +170,7 @@ def steps_by_the_clock(first: Answer, behind: Answer | None, wait_s: float) -> f
     """Steps until the next loss, made one by one, each counted with the chance that the loss comes
     later."""
 
-    now, steps, plan = CHANGE_S + first.stall_s, 0.0, first
+    now, steps, plan = REJOIN_S + first.stall_s, 0.0, first
     copied = now + (behind.stall_s if behind is not None else 0.0)
     while now < 20 * wait_s:
         step_s = step_time(plan)
@@ -241,11 +240,14 @@ def test_a_policy_that_is_wanted_by_name_stays() -> None:
     assert second.step_s > found.step_s
 
 
-def test_templates_answer_where_the_wanted_policy_cannot_and_the_reason_says_so() -> None:
+@pytest.mark.parametrize("wanted", ["reroute", "normalise"])
+def test_templates_answer_where_the_wanted_policy_cannot_and_the_reason_says_so(
+    wanted: RecoveryPolicy,
+) -> None:
     asked = change([4, 4], "n1 n5")
-    found = answer(asked, "reroute")
+    found = answer(asked, wanted)
     assert found.policy == "templates"
-    why = "not by reroute: no live worker holds the state of layer"
+    why = f"not by {wanted}: no live worker holds the state of layer"
     assert why in found.found.reason
     assert isinstance(answers(asked)["reroute"], PlanInfeasible)
 
@@ -402,6 +404,7 @@ def test_a_loss_in_a_lone_pipeline_is_answered_by_its_shadows_at_once() -> None:
     # Wanted by name, a stage moves first: another order of compute has other room for shadows.
     assert replace(answer(asked, "reroute"), value=None) == replace(found, then="normalise")
     assert replace(answer(asked, "shadow"), value=None) == found
+    assert replace(answer(asked, "stay"), value=None) == found
     assert (found.moved_bytes, found.stall_s) == (0, 0.0)
     plan = found.found.plan
     assert plan.nodes == ("n0", "n2", "n3")

@@ -23,7 +23,7 @@ from support.profiles import profile_of
 from support.random_rerouted import random_rerouted
 
 
-def followed(change: Change, wanted: Literal["copies", "normalise"]) -> Answer:
+def followed(change: Change, wanted: Literal["copies", "moved"]) -> Answer:
     return chosen(behind(change, wanted))
 
 
@@ -120,13 +120,13 @@ def test_shadows_come_behind_a_stage_that_moves_or_where_none_does() -> None:
     )
     first = answer(lost, "reroute")
     assert first.then == "normalise"
-    moved = followed(change(base, first.found.plan, profile, 2), "normalise")
+    moved = followed(change(base, first.found.plan, profile, 2), "moved")
     assert (moved.policy, moved.then) == ("normalise", "shadow")
     copied = followed(change(base, moved.found.plan, profile, 2), "copies")
     assert (copied.policy, can_lose(copied.found.plan)) == ("shadow", 2)
     # With all that a copy takes, no move is worth it: shadows take its place.
     slow = replace(profile, links=replace(profile.links, inter_node_bytes_per_s=1e5))
-    instead = followed(change(base, first.found.plan, slow, 2), "normalise")
+    instead = followed(change(base, first.found.plan, slow, 2), "moved")
     assert (instead.policy, can_lose(instead.found.plan)) == ("shadow", 2)
     with pytest.raises(PlanInfeasible, match="not worth a change"):
-        followed(replace(change(base, first.found.plan, slow, 0), shadows=False), "normalise")
+        followed(replace(change(base, first.found.plan, slow, 0), shadows=False), "moved")

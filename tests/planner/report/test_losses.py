@@ -63,7 +63,7 @@ def test_the_next_loss_comes_ahead_of_what_follows_the_one_before() -> None:
     links = replace(LINKS, inter_node_bytes_per_s=500.0)
     profile = with_small_sums(profile_of([0.07] * 8, memory=5000, links=links))
     first, second = after(profile, nodes=6, global_batch=18, policy="auto", lost=2)
-    assert first["follow_ups"][0]["rule"] == "merge", "with nodes of another pipeline behind n1"
+    assert first["follow_ups"][0]["rule"] == "normalise", "a stage is moved behind n1"
     assert (first["lost"], second["lost"]) == ("n2", "n1")
     assert second["policies"]["reroute"]["plan"] == "4 routes over 4 nodes"
     assert first["plan"].keys() == {"routes", "idle", "step_s"}

@@ -15,7 +15,7 @@ from oobleck.core.job.spec import RecoveryPolicy
 from oobleck.core.profile import Profile
 from oobleck.planner.recovery.outlook import Outlook
 from oobleck.planner.recovery.terms import Terms
-from oobleck.planner.report.account import Result
+from oobleck.planner.report.account import Result, ticks
 from oobleck.planner.report.report import make_report
 from oobleck.planner.search.firstplan import node_specification
 from oobleck.planner.simulate.compare import compare, node_seconds, set_up
@@ -187,21 +187,77 @@ def test_losses_cost_what_a_plain_loop_says(seed: int) -> None:
 
 def test_a_node_joins_at_a_step_boundary_and_nothing_is_redone() -> None:
     step_s = shapes().first(NODES).step_s
-    found = result(trace((1, "remove", "n3"), (40 * step_s, "add", "x")), 200 * step_s)
+    rows = trace((1, "remove", "n3"), (40 * step_s, "add", "x"))
+    found = result(rows, 200 * step_s, "templates")
     rules = {rule for _, rule in found.account.counts}
     assert "join" in rules or "reshape" in rules
     assert set(found.data()["badput"]) == {
         *("detect", "plan", "abort", "meeting", "transfer", "redone_step", "switch")
     }
     # The last step's gradients reach the new node late. On links twice as fast they take half.
-    fast = result(
-        trace((1, "remove", "n3"), (40 * step_s, "add", "x")),
-        200 * step_s,
-        costs=replace(COSTS, bytes_per_s=2e3),
-    )
+    fast = result(rows, 200 * step_s, "templates", replace(COSTS, bytes_per_s=2e3))
     late, half = (r.account.badput["switch"] / (1 << 24) - COSTS.switch_s for r in (found, fast))
     assert late == pytest.approx(2 * half)
     assert late > 0
+
+
+def test_who_stays_takes_no_node_in() -> None:
+    step_s = shapes().first(NODES).step_s
+    rows = trace((1, "remove", "n3"), (40 * step_s, "add", "x"))
+    own = result(rows, 200 * step_s, "stay").account
+    assert own.counts == {("templates", "first"): 1, ("reroute", "reroute"): 1}
+    assert own.moved_bytes == 0
+    assert own.idle_nodes >= 150 * ticks(step_s)
+
+
+def test_the_links_that_costs_tell_of_decide_the_choice() -> None:
+    """Pipelines lose the same stage, so that state must move. By the profile that takes seconds; in
+    truth it takes an hour, in which the others may as well train."""
+    step_s = shapes().first(NODES).step_s
+    first = shapes().first(NODES).shape
+    number = {name: f"n{at + 1}" for at, name in enumerate(first.nodes)}
+    lost = [number[pipeline.nodes[0]] for pipeline in first.plan.pipelines[:-1]]
+    rows = trace(*((40.5 * step_s, "remove", name) for name in lost))
+    quick, slow = COSTS, replace(COSTS, bytes_per_s=1.0)
+    assert ("reroute", "reroute") not in result(rows, 400 * step_s, "auto", quick).account.counts
+    own = result(rows, 400 * step_s, "auto", slow)
+    assert own.account.counts == {
+        ("templates", "first"): 1,
+        ("reroute", "reroute"): 1,
+        ("normalise", "normalise"): 1,
+    }
+    again = result(rows, 400 * step_s, "auto", slow)
+    assert again.data() == own.data(), "the follow-up comes whatever was planned before"
+    assert own.samples > result(rows, 400 * step_s, "templates", slow).samples
+
+
+@pytest.mark.parametrize("bytes_per_s", [1.0, 20.0, 1e3])
+def test_a_slower_world_chooses_alike(bytes_per_s: float) -> None:
+    """All times are ten times as long, those of steps by a ratio."""
+    costs = replace(COSTS, bytes_per_s=bytes_per_s, switch_s=2.0)
+    times = ("detect_s", "plan_s", "abort_s", "meeting_s", "switch_s", "settle_s")
+    slower = replace(
+        costs,
+        **{name: 10 * getattr(costs, name) for name in times},
+        bytes_per_s=bytes_per_s / 10,
+        step_ratio=10.0,
+    )
+    step_s, found = shapes().first(NODES).step_s, []
+    for slow, own in ((1, costs), (10, slower)):
+        rows = trace(*((slow * 40.5 * step_s, "remove", name) for name in ("n1", "n3")))
+        setting = set_up(rows, shapes(), nodes=NODES, costs=own, until_s=slow * 400 * step_s)
+        account = replay(replace(setting, mtbf_s=slow * 1e5), "auto").account
+        found.append((account.counts, account.steps, account.moved_bytes))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("at", [1.5, 4.5])
+def test_who_names_the_checkpoint_returns_to_it_once_there_is_one(at: float) -> None:
+    step_s = shapes().first(NODES).step_s
+    costs = replace(COSTS, checkpoint_every_s=2.5 * step_s, load_s=5.0)
+    own = result(trace((at * step_s, "remove", "n3")), 20 * step_s, "morph", costs).account
+    assert own.returns == (at > 3)
+    assert own.badput["load"] == (ticks(5.0) if at > 3 else 0)
 
 
 def test_a_layer_is_copied_in_a_step_at_least_before_a_change_at_a_boundary() -> None:
@@ -317,7 +373,7 @@ def rows_of(events: Sequence[tuple[int, str, int, float]]) -> list[Row]:
             "remove",
         ) else None
         if event == "notice":
-            ends.setdefault(name, at / 4 + 60 * value)
+            ends[name] = min(ends.get(name, math.inf), at / 4 + 60 * value)
         elif event in ("add", "remove"):
             ends.pop(name, None)
         told = {"slow": value, "notice": 60 * value}.get(event)
@@ -359,6 +415,7 @@ def spans(live: Sequence[tuple[object, int]], until_s: float) -> list[tuple[floa
 
 
 def test_bounds_follow_from_the_live_nodes() -> None:
+    shapes.cache_clear()  # a shorter step that another trace led to would be the bound
     found = trace((50, "remove", "n1"), (50, "remove", "n2"), (75, "add", "x"))
     setting = set_up(found, shapes(), nodes=NODES, costs=COSTS, until_s=100)
     bounds = compare(setting, ["templates"]).bounds
@@ -443,6 +500,7 @@ def test_alike_pipelines_are_planned_once() -> None:
         ('{"load_s": 1e16}', "line 1: load_s is 1e+16; give at least 0 and at most 1e+15"),
         ('{"load_s": ' + 5000 * "9" + "}", "line 1: load_s is inf; give at least 0"),
         ('{"load_s": 1,\n"load_s": 2}', "line 2: load_s is given twice; keep one"),
+        ('{"detect_s": "detect_s"}', 'line 1: detect_s is "detect_s"; give a number'),
         ("{\n", "line 2: not JSON"),
         ("[1]", "line 1: give one JSON object"),
     ],
