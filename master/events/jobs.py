@@ -106,6 +106,8 @@ class Expected(msgspec.Struct, frozen=True, kw_only=True):
     stall_s: float
     #: Part of it in which state moves; None: not known.
     transfer_s: float | None = None
+    #: Time of work that is done again; None: not known.
+    redone_s: float | None = None
     #: State that nodes receive, before the switch too; 0: none, or unknown.
     moved_bytes: int = 0
     #: Steps until the next loss is expected; None: nothing was compared.

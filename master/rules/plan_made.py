@@ -103,7 +103,7 @@ def plan_made(
         anew=go_back and not job.has_checkpoint and job.spec.on_state_lost == "restart",
         policy=policy,
         then=then,
-        expected=_expected(job, answer, boundary=boundary),
+        expected=_expected(context, job, answer, boundary=boundary, restore=restore),
         passes_over=passes_over,
         standing_by=tuple(
             WorkerRate(worker=worker, rate=rate)
@@ -148,7 +148,9 @@ def answer_made(
     )
 
 
-def _expected(job: Job, answer: Answer | None, *, boundary: bool) -> Expected | None:
+def _expected(
+    context: Context, job: Job, answer: Answer | None, *, boundary: bool, restore: bool
+) -> Expected | None:
     if answer is None:
         return None
     other = answer.runner_up
@@ -157,6 +159,9 @@ def _expected(job: Job, answer: Answer | None, *, boundary: bool) -> Expected | 
         step_s=answer.step_s,
         stall_s=answer.late_s if boundary else job.lineage.rejoin_s + answer.stall_s + back_s,
         transfer_s=0.0 if boundary else answer.stall_s,
+        redone_s=0.0
+        if boundary
+        else questions.redone_s(context.state, job, context.now, restore=restore),
         moved_bytes=answer.moved_bytes,
         value=answer.value,
         runner_up=None

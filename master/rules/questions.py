@@ -66,9 +66,7 @@ def outlook(state: ClusterState, job: Job, now: float) -> Outlook:
     saved_step = restored.step if restored is not None else 0
     if saved is not None:
         saved_step = saved.step
-    step_s, progress = _usual_step_s(job), 0.0
-    if step_s:
-        progress = min(1.0, max(0.0, (unix - steps.recent[-1].time) / step_s))
+    step_s = _usual_step_s(job)
     left = max(1.0, job.spec.training.steps - done)
     every, next_s = _saves(state, job, now)
     return Outlook(
@@ -84,9 +82,26 @@ def outlook(state: ClusterState, job: Job, now: float) -> Outlook:
         back_s=job.lineage.back_s,
         rejoin_s=job.lineage.rejoin_s,
         switch_s=job.lineage.switch_s,
-        kept=job.lineage.salvage * progress,
+        kept=job.lineage.salvage * _progress(job, now),
         transfers=job.lineage.transfers,
     )
+
+
+def redone_s(state: ClusterState, job: Job, now: float, *, restore: bool) -> float:
+    """Return the seconds of work that workers are expected to do again behind a change that is
+    forced now: a part of the broken step, or all steps since the newest checkpoint."""
+    step_s, progress = _usual_step_s(job), _progress(job, now)
+    if restore:
+        return step_s * (progress + outlook(state, job, now).behind_steps)
+    return step_s * progress * (1 - job.lineage.salvage)
+
+
+def _progress(job: Job, now: float) -> float:
+    """Return the share of the step in progress that is done, as far as it is known."""
+    step_s = _usual_step_s(job)
+    if not step_s:
+        return 0.0
+    return min(1.0, max(0.0, (job.seen.unix(now) - job.seen.steps.recent[-1].time) / step_s))
 
 
 def _usual_step_s(job: Job) -> float:

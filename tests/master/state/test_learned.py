@@ -40,6 +40,9 @@ def play_loss(player: Player) -> tuple[float, int]:
     assert made.expected is not None
     moved_s = made.expected.transfer_s
     assert moved_s is not None
+    # The whole step is over by the clock, and some of it is kept.
+    step_s = player.job.seen.steps.recent[-1].step_seconds
+    assert made.expected.redone_s == pytest.approx((1 - SALVAGE) * step_s)
     assert made.expected.stall_s == moved_s + REJOIN_S > 1
     return moved_s, made.expected.moved_bytes
 
@@ -152,6 +155,8 @@ def test_a_return_is_expected_to_take_what_the_last_ones_took() -> None:
     made = [event for _, event in player.journal if isinstance(event, PlanMade)][-1]
     assert made.restore
     assert made.expected is not None
+    assert made.expected.redone_s is not None
+    assert made.expected.redone_s >= 0.1, "the step behind the checkpoint"
     assert made.expected.stall_s == pytest.approx(player.job.lineage.rejoin_s + expected)
 
 
