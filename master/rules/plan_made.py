@@ -25,7 +25,7 @@ from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.evidence import carried, transition_stats
 from oobleck.master.state.job import Job
 from oobleck.planner.recovery.answer import Answer
-from oobleck.planner.recovery.course import MORPH, MOVING
+from oobleck.planner.recovery.course import MOVING
 from oobleck.planner.recovery.reconfigure import can_lose
 from oobleck.planner.recovery.rules import Next
 
@@ -103,7 +103,7 @@ def plan_made(
         anew=go_back and not job.has_checkpoint and job.spec.on_state_lost == "restart",
         policy=policy,
         then=then,
-        expected=_expected(context, job, answer, boundary=boundary, restore=restore),
+        expected=_expected(context, job, answer, boundary=boundary, restore=go_back),
         passes_over=passes_over,
         standing_by=tuple(
             WorkerRate(worker=worker, rate=rate)
@@ -154,11 +154,11 @@ def _expected(
     if answer is None:
         return None
     other = answer.runner_up
-    back_s = job.lineage.back_s if answer.policy == MORPH else 0.0
+    moves_s = job.lineage.back_s if restore else answer.stall_s
     return Expected(
         step_s=answer.step_s,
-        stall_s=answer.late_s if boundary else job.lineage.rejoin_s + answer.stall_s + back_s,
-        transfer_s=0.0 if boundary else answer.stall_s,
+        stall_s=answer.late_s if boundary else job.lineage.rejoin_s + moves_s,
+        transfer_s=0.0 if boundary or restore else answer.stall_s,
         redone_s=0.0
         if boundary
         else questions.redone_s(context.state, job, context.now, restore=restore),

@@ -249,21 +249,18 @@ def _paced(course: Course, factor: float) -> Course:
     """Return the course with transfers that take so many times as long."""
     if factor == 1:
         return course
-    first, behind = (
-        None
-        if each is None
-        else replace(each, stall_s=each.stall_s * factor, late_s=each.late_s * factor)
-        for each in (course.first, course.behind)
-    )
-    assert first is not None, "a course begins with an answer"
     return replace(
         course,
-        first=first,
-        behind=behind,
+        first=_paced_answer(course.first, factor),
+        behind=course.behind and _paced_answer(course.behind, factor),
         behind_late_s=course.behind_late_s * factor,
         copying=course.copying and course.copying.paced(factor),
         shadowing=course.shadowing and course.shadowing.paced(factor),
     )
+
+
+def _paced_answer(answer: Answer, factor: float) -> Answer:
+    return replace(answer, stall_s=answer.stall_s * factor, late_s=answer.late_s * factor)
 
 
 def choose(found: Candidates, outlook: Outlook) -> Answer:
@@ -331,7 +328,7 @@ def choose(found: Candidates, outlook: Outlook) -> Answer:
         stands_s = outlook.switch_s + best.first.late_s
         if why := _why_stay(best, staying, found, until_s, stands_s, worth=worth):
             if found.instead is not None:
-                return found.instead
+                return _paced_answer(found.instead, outlook.transfers)
             raise PlanInfeasible(why)
         others.append(RunnerUp(policy="stay", rule="stay", value=stay))
     runner_up = max(others, key=lambda one: one.value, default=None)

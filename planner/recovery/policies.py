@@ -179,12 +179,18 @@ def for_change(change: Change, wanted: RecoveryPolicy) -> Candidates:
 
 
 def _all_normalised(change: Change) -> Candidates:
-    """Return the re-routed plan with one stage moved before the next step; as it is where no move
-    is worth it. Raises PlanInfeasible."""
+    """Return the re-routed plan with one stage moved before the next step; in large plans behind
+    it, since a loss waits for the schedules; as it is where no move is worth it. Raises
+    PlanInfeasible."""
     try:
         routed = by_reroute(change)
     except PlanInfeasible as infeasible:
         return only(change, _instead("templates", "normalise", infeasible, change))
+    if visits(routed.found.plan) > _MOST_MOVED:
+        if promising(change, routed.found.plan):
+            return only(change, replace(routed, then="normalise"))
+        why = PlanInfeasible("with another stage no worker would have clearly less to do")
+        return only(change, _for_want(routed, "normalise", why))
     try:
         moved = normalised(after(change, routed))
     except PlanInfeasible as infeasible:
@@ -263,7 +269,8 @@ def at_once(change: Change, routed: Answer, behind: Answer) -> Answer:
         plan=behind.found.plan.having(generation=change.generation),
         reason=f"{routed.found.reason}; {behind.found.reason}",
     )
-    return answer_of("normalise", made, behind.step_s, change, then=behind.then)
+    found = answer_of("normalise", made, behind.step_s, change, then=behind.then)
+    return replace(found, weight=behind.weight)
 
 
 def only(change: Change, offer: Answer) -> Candidates:

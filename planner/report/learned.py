@@ -83,6 +83,9 @@ def learn_costs(
     found["save_s"] = _pauses(saved, between)
     times = [one["time"] for one in saved if not one["request"]]
     found["checkpoint_every_s"] = [later - sooner for sooner, later in pairwise(times)]
+    if found["load_s"] and found["meeting_s"]:
+        met_s = median(found["meeting_s"])
+        found["load_s"] = [own - met_s for own in found["load_s"]]
     costs = {name: max(0.0, median(each)) for name, each in found.items() if each}
     if found["switch_s"]:
         # Many pause for nothing, some for most of a second; what counts is their sum.

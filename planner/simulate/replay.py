@@ -529,8 +529,6 @@ class Replay:
         assert self._shape is not None, "there is a plan"
         if self._lacks_layers(gone) and not self._roll_back():
             return
-        if self._policy == course.MORPH and self.account.has_saved:
-            self._roll_back()
         wanted = self._wanted(certain=not (moving or repaired))
         more = sum(map(self._held_bytes, repaired))
         outcome, fresh = self._found_without_draining(wanted)
@@ -550,10 +548,11 @@ class Replay:
         """Return the wanted plan where the running one cannot go on. `certain`: workers hold what
         it says."""
         wanted = course.for_losses(self._policy, certain=certain)
-        if wanted == course.MORPH and not (self.account.has_saved or self._rolled_back):
-            return course.MOVING
+        returns = self._rolled_back
+        if self._policy == course.MORPH:
+            wanted, returns = course.MOVING, returns or self.account.has_saved
         # All state is loaded anyway, so the shape is free.
-        return course.MORPH if self._rolled_back and wanted != course.WAITING else wanted
+        return course.MORPH if returns and wanted != course.WAITING else wanted
 
     def _empty(self, seats: Collection[int]) -> None:
         """Note that nodes of the plan have lost their state, and may take part as fresh ones."""

@@ -383,16 +383,17 @@ def _learn(job: Job, transition: jobs.ReconfigurationStats) -> None:
             pause_s = met_s + moved_s - expected.stall_s
             lineage.switch_s = learned_pause_s(lineage.switch_s, pause_s)
         return
+    abort_s = phases.get("abort", 0.0)
     if made.restore:  # workers load before they say that they have met
-        back_s = met_s + moved_s - lineage.rejoin_s
-        if back_s > 0:
+        back_s = abort_s + met_s + moved_s - lineage.rejoin_s
+        if back_s > 0 and not made.starting:
             lineage.back_s = learned_s(lineage.back_s, back_s)
         return
     if transition.redo_step is not None:
         kept = transition.salvaged_microbatches / made.plan.microbatches
         lineage.salvage = learned_share(lineage.salvage, kept)
     if made.cause in _ONLY_CHANGE and not made.starting:
-        lineage.rejoin_s = learned_s(lineage.rejoin_s, phases.get("abort", 0.0) + met_s)
+        lineage.rejoin_s = learned_s(lineage.rejoin_s, abort_s + met_s)
     if expected is not None and expected.transfer_s is not None:
         lineage.transfers = corrected(
             lineage.transfers,

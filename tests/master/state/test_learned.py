@@ -146,7 +146,7 @@ def test_a_return_is_expected_to_take_what_the_last_ones_took() -> None:
         "4.0 restored 40 2 n1 n2 n3\n"  # with their word that they have left the step
         "8.0 phase joined 2 n1 n2 n3\n8.0 phase transferred 2 n1 n2 n3\n8.5 steps 41 41 2\n"
     )
-    expected = math.sqrt(BACK_S * (8.0 - 4.0 - REJOIN_S))
+    expected = math.sqrt(BACK_S * (8.0 - 3.01 - REJOIN_S))
     assert player.job.lineage.rejoin_s == REJOIN_S, "loading is no meeting"
     assert player.job.lineage.back_s == pytest.approx(expected)
     player.play("9.0 restart\n10.0 reconnect n1 n2 n3\n")
