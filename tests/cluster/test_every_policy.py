@@ -2,8 +2,9 @@
 lost: the same losses as by plain PyTorch.
 
 A node is killed at an exact point of a step, and of two that may be lost another one later. The
-change must be by the policy that the job names. A job goes on until all plans behind it have come,
-however long that takes, and what it trained is held against as many steps of the reference.
+change must be by the policy that the job names, if it names one. A job goes on until all plans
+behind it have come, however long that takes, and what it trained is held against as many steps of
+the reference.
 """
 
 import functools
@@ -68,8 +69,8 @@ class Case:
         if self.returns:
             return ("morph",)
         match self.policy:
-            case "auto":  # in two phases; four nodes with so many shadows re-route as well as ever
-                return ("reroute", "shadow" if self.nodes - self.tolerance == 2 else "templates")
+            case "auto":  # any: what is best differs by case
+                return ()
             case "reroute" | "stay":
                 return ("reroute",)
             case "normalise":
@@ -259,4 +260,4 @@ def train_through_losses(cluster: LocalCluster, case: Case, job_id: str) -> None
         cluster.kill_node(second)
         told = answer_to(cluster, case, job_id, second)
         first, *_ = policies(case, told)
-        assert first == case.answers[0] or case.policy == "auto", told[0]
+        assert first in case.answers[:1] or case.policy == "auto", told[0]
