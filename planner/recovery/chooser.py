@@ -50,7 +50,7 @@ class Phase:
 
 
 class Copying(msgspec.Struct, frozen=True, kw_only=True):
-    """What has to be ready before workers can switch to a plan at a step boundary."""
+    """Copying that has to be over before workers can switch to a plan at a step boundary."""
 
     #: Steps of the running plan that pass until then, at least.
     steps: float = 0.0
