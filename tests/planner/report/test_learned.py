@@ -76,7 +76,7 @@ def test_each_cost_is_what_its_records_tell() -> None:
             "first_step_s": 1.0,  # beside the part of the step that was done again
             "step_ratio": 1.25,  # of steps whose plan expected some
             "switch_s": 0.7,
-            "load_s": 2.0,  # beside a meeting, of which it is told as a part
+            "load_s": 2.0,  # without the meeting that its phases include
             "save_s": 0.5,
             "checkpoint_every_s": 30.0,
         }
