@@ -87,6 +87,7 @@ class StepTable(Shapes):
         rates: Rates = (),
         outlook: Outlook | None = None,
         racks: Racks = (),
+        most_more: int = 0,
     ) -> Outcome:
         stay = [seat for seat in range(len(shape.nodes)) if seat not in gone]
         return self._measured((*stay, *(-1 - seat for seat in range(fresh))))

@@ -164,6 +164,7 @@ class NumberedCourse(msgspec.Struct, frozen=True, kw_only=True):
     shadowing: Copying | None
     guarantee: int
     exposure: Exposure
+    beyond: bool
 
 
 class NextPlanReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -191,6 +192,7 @@ class NextPlanReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
                     shadowing=course.shadowing,
                     guarantee=course.guarantee,
                     exposure=course.exposure,
+                    beyond=course.beyond,
                 )
                 for course in candidates.courses
             ),
@@ -209,6 +211,7 @@ class NextPlanReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
                 shadowing=one.shadowing,
                 guarantee=one.guarantee,
                 exposure=one.exposure,
+                beyond=one.beyond,
             )
             for one in self.courses
         )

@@ -28,7 +28,7 @@ from oobleck.master.planning.requests import (
     template_sizes,
 )
 from oobleck.planner.programs.compiler import proof
-from oobleck.planner.recovery.course import MOVING
+from oobleck.planner.recovery.course import MOVING, most_more
 from oobleck.planner.recovery.policies import ask
 from oobleck.planner.recovery.terms import Terms
 from oobleck.planner.search.catalogue import Catalogue
@@ -119,6 +119,7 @@ def _next_plan(request: NextPlanRequest) -> NextPlanReply:
         generation=request.generation,
         rates={one.worker: one.rate for one in request.rates},
         racks=dict(request.racks),
+        most_more=most_more(spec.recovery.policy),
     )
     return NextPlanReply.of(ask(change, request.wanted))
 

@@ -7,6 +7,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from statistics import median
 from typing import Literal
 
@@ -39,6 +40,10 @@ class Change:
     templates: Templates
     profile: Profile
     fault_tolerance: int
+    #: Nodes beyond these whose loss its plans shall allow as well, and the most of them for which
+    #: plans are candidates.
+    more: int = 0
+    most_more: int = 0
     #: Groups of layers that share parameters.
     tied: Ties
     #: True if the job names the plan's schedule.
@@ -58,8 +63,18 @@ class Change:
     rates: Mapping[WorkerId, float] = field(default_factory=dict)
     #: Labels of the nodes' racks, as far as they are known.
     racks: Mapping[NodeName, str] = field(default_factory=dict)
-    #: Makes the first plan for these nodes; None: no such plan is a candidate.
-    first: Callable[[Sequence[NodeName], Generation], Plan] | None = None
+    #: Makes the first plan for these nodes, of which so many can be lost at once; None: no such
+    #: plan is a candidate.
+    first: Callable[[Sequence[NodeName], Generation, int], Plan] | None = None
+
+    @property
+    def tolerated(self) -> int:
+        """Number of nodes whose loss at once its plans shall allow."""
+        return self.fault_tolerance + self.more
+
+
+#: Most multiplications for an exact share, some milliseconds.
+_MOST_EXACT = 10_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,23 +119,43 @@ class Exposure:
         """Number of nodes, whichever they are, that can be lost at once."""
         return self.sets[0][0] - 1
 
+    def is_safer(self, other: "Exposure") -> bool:
+        """Return whether losses of the fewest nodes that take all holders of a layer, under one of
+        both, do so less often than under the other."""
+        fewest = min(self.can_lose, other.can_lose) + 1
+        return self.share([(fewest, 1.0)]) < other.share([(fewest, 1.0)])
+
     def share(self, sizes: Sequence[tuple[int, float]], whole_rack: float = 0.0) -> float:
         """Return the share of loss events that take the last holders of a layer. `sizes`: share of
         events by number of lost nodes; `whole_rack`: share of events that take a whole rack
-        instead. It is an upper bound where sets overlap."""
-        share = 0.0
-        for taken, part in sizes:
-            taken = min(taken, self.nodes)
-            whole = math.comb(self.nodes, taken)
-            hit = sum(
-                number * math.comb(self.nodes - size, taken - size)
-                for size, number in self.sets
-                if size <= taken
-            )
-            share += part * min(1.0, hit / whole)
+        instead. Exact where no node is in two sets; else an estimate."""
+        share = sum(part * (1 - _spared(self, min(taken, self.nodes))) for taken, part in sizes)
         if not self.racks:
             return share
         return (1 - whole_rack) * share + whole_rack * self.fatal_racks / self.racks
+
+
+@lru_cache(maxsize=4096)
+def _spared(exposure: Exposure, taken: int) -> float:
+    """Return the share of the groups of so many nodes that include no set whole."""
+    nodes, sets = exposure.nodes, [one for one in exposure.sets if one[0] <= taken]
+    whole = math.comb(nodes, taken)
+    apart = sum(size * number for size, number in sets) <= nodes
+    if apart and taken * taken * sum(number for _, number in sets) <= _MOST_EXACT:
+        # Groups by their number of nodes, of those that are in no set, then set by set.
+        rest = nodes - sum(size * number for size, number in sets)
+        groups = [math.comb(rest, size) for size in range(taken + 1)]
+        for size, number in sets:
+            own = [math.comb(size, part) for part in range(size)]  # not all of it
+            for _ in range(number):
+                groups = [
+                    sum(groups[most - part] * ways for part, ways in enumerate(own[: most + 1]))
+                    for most in range(taken + 1)
+                ]
+        return groups[taken] / whole
+    # Sets that share nodes are hit about independently.
+    hits = ((math.comb(nodes - size, taken - size) / whole, number) for size, number in sets)
+    return math.prod((1 - hit) ** number for hit, number in hits)
 
 
 def splitting_weight(plan: Plan) -> float:

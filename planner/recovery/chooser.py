@@ -56,6 +56,7 @@ class Copying(msgspec.Struct, frozen=True, kw_only=True):
     steps: float = 0.0
     #: Seconds of copying.
     seconds: float = 0.0
+    moved_bytes: int = 0
 
     def whole_steps(self, step_s: float) -> int:
         """Return how many steps of so many seconds pass until the switch, counting the one in which
@@ -64,7 +65,7 @@ class Copying(msgspec.Struct, frozen=True, kw_only=True):
 
     def paced(self, factor: float) -> "Copying":
         """Return this with transfers that take so many times as long."""
-        return Copying(steps=self.steps, seconds=self.seconds * factor)
+        return msgspec.structs.replace(self, seconds=self.seconds * factor)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +85,8 @@ class Course:
     guarantee: int
     #: Exposure of the last plan, with its shadows.
     exposure: Exposure
+    #: Whether its plans are made to let more nodes be lost than the job asks for.
+    beyond: bool = False
 
     @property
     def last(self) -> Answer:
@@ -96,7 +99,8 @@ class Course:
 
     @property
     def moved_bytes(self) -> int:
-        return self.first.moved_bytes + (self.behind.moved_bytes if self.behind else 0)
+        shadows = self.shadowing.moved_bytes if self.shadowing else 0
+        return self.first.moved_bytes + (self.behind.moved_bytes if self.behind else 0) + shadows
 
     def phases(
         self, outlook: Outlook, before: Exposure | None, staying: "Staying | None"
@@ -268,8 +272,9 @@ def choose(found: Candidates, outlook: Outlook) -> Answer:
     another policy or rule.
 
     The highest guarantee comes first, then the value. Within half a percent of the highest value,
-    the course that moves fewest bytes is taken, then the one that lets most nodes be lost. Raises
-    PlanInfeasible where staying is better.
+    a course that is made for the fault tolerance alone is taken if there is one, then the one that
+    moves fewest bytes, then the one that lets most nodes be lost. Raises PlanInfeasible where
+    staying is better.
     """
     staying = found.staying
     courses = [_paced(course, outlook.transfers) for course in found.courses]
@@ -300,6 +305,7 @@ def choose(found: Candidates, outlook: Outlook) -> Answer:
         for course, value in valued
         if course.guarantee == most and value >= highest - close_by
     ]
+    close = [one for one in close if not one[0].beyond] or close
     fewest = min(course.moved_bytes for course, _ in close)
     best, value = max(
         (one for one in close if one[0].moved_bytes <= (1 + _ALIKE) * fewest),
@@ -327,6 +333,9 @@ def choose(found: Candidates, outlook: Outlook) -> Answer:
             worth = in_time and value_of(phases, 0.0) >= least - close_by
         stands_s = outlook.switch_s + best.first.late_s
         if why := _why_stay(best, staying, found, until_s, stands_s, worth=worth):
+            plain = tuple(course for course in found.courses if not course.beyond)
+            if best.beyond and plain:
+                return choose(replace(found, courses=plain), outlook)
             if found.instead is not None:
                 return _paced_answer(found.instead, outlook.transfers)
             raise PlanInfeasible(why)

@@ -67,6 +67,12 @@ def for_losses(policy: RecoveryPolicy, *, certain: bool = True) -> RecoveryPolic
     return policy if certain and policy != AROUND_SLOW else MOVING
 
 
+def most_more(policy: RecoveryPolicy) -> int:
+    """Return the most nodes beyond the fault tolerance for whose loss plans are candidates in a job
+    of this `policy`: they are taken where events that take so many are likely."""
+    return 2 if policy == "auto" else 0
+
+
 def evens_out(policy: RecoveryPolicy) -> bool:
     """Return whether a job of this `policy` wants plans around slow workers."""
     return policy in ("auto", AROUND_SLOW)

@@ -75,8 +75,6 @@ from oobleck.planner.recovery.worth import (
 #: Most live nodes for which a first plan's shape is a candidate: a loss waits for it, and with more
 #: it takes too long.
 _MOST_ANEW = 64
-#: Least share by which the shape of a first plan must shorten a step to be a candidate.
-_LEAST_ANEW = 0.01
 #: Most visits of a plan for which a move of a stage is a candidate of `auto`: a loss waits for its
 #: schedule, which takes some 0.1 s then.
 _MOST_MOVED = 2_000
@@ -84,6 +82,8 @@ _TEMPLATES_FIRST: tuple[Policy, Policy] = ("templates", "reroute")
 _REROUTE_FIRST: tuple[Policy, Policy] = ("reroute", "templates")
 #: Answer of each policy to a change, or its refusal.
 Answers = Mapping[Policy, Answer | PlanInfeasible]
+#: Answer, with the change under which it was made.
+_Offer = tuple[Change, Answer]
 
 
 def ask(change: Change, wanted: PlanWanted) -> Candidates:
@@ -140,7 +140,7 @@ def for_change(change: Change, wanted: RecoveryPolicy) -> Candidates:
     lost = not frozenset(change.live).issuperset(change.plan.nodes)
     if wanted == "morph":
         try:
-            return only(change, morphed(change))
+            return _all_morphed(change)
         except PlanInfeasible as infeasible:
             return only(change, _instead("reroute", "morph", infeasible, change))
     if wanted == "wait" and len(change.live) < len(change.plan.nodes):
@@ -161,20 +161,23 @@ def for_change(change: Change, wanted: RecoveryPolicy) -> Candidates:
         return only(change, preferred)
     if wanted != "auto" or not lost:
         return only(change, preferred)
-    offers = [preferred, *_anew_if_better(change, preferred)]
-    courses = [_course(change, each) for each in offers]
+    offers = _offers(change, preferred)
+    courses = [each for own, offer in offers for each in _courses(own, offer)]
     # As a follow-up it has to gain as much as any voluntary change.
     courses += [
         _course(change, preferred, best)
-        for best in offers[1:]
+        for best in _anew_if_better(change, preferred)
         if weighed_s(best) <= (1 - LEAST_GAIN) * weighed_s(preferred)
     ]
     with suppress(PlanInfeasible):
         routed = by_reroute(change)
-        courses.append(_course(change, routed))
+        courses += _courses(change, routed)
         moved = _normalised(change, routed)
-        courses += [_course(change, routed, each) for each in (*offers, *moved)]
-        courses += [_course(change, at_once(change, routed, each)) for each in moved]
+        courses += [_course(own, routed, offer) for own, offer in offers]
+        courses += [_course(change, routed, each) for each in moved]
+        courses += [
+            each for one in moved for each in _courses(change, at_once(change, routed, one))
+        ]
     return _forced(courses, change)
 
 
@@ -201,8 +204,7 @@ def _all_normalised(change: Change) -> Candidates:
 def unforced(change: Change) -> Candidates:
     """Return plans of templates where nothing forces a change: nodes have joined, or a re-routed
     plan trains. Raises PlanInfeasible."""
-    templates = by_templates(change)
-    return _candidates(change, [templates, *_anew_if_better(change, templates)])
+    return _candidates(change, _offers(change, by_templates(change)))
 
 
 def drained(change: Change) -> Candidates:
@@ -211,10 +213,9 @@ def drained(change: Change) -> Candidates:
     leaving = frozenset(change.plan.nodes).difference(change.live)
     change = replace(change, leaving=leaving)
     try:
-        templates = by_templates(change)
-        offers = [templates, *_anew_if_better(change, templates)]
+        offers = _offers(change, by_templates(change))
     except PlanInfeasible as infeasible:
-        offers = [_instead("reroute", "templates", infeasible, change)]
+        offers = [(change, _instead("reroute", "templates", infeasible, change))]
     return replace(_candidates(change, offers), forced=True)
 
 
@@ -226,15 +227,32 @@ def reshaped(change: Change) -> Candidates:
 
 def around_slow(change: Change) -> Candidates:
     """Return plans for the current rates of workers. Raises PlanInfeasible."""
-    return _candidates(change, uneven(change), to_gain=True)
+    return _candidates(change, _alone(change, uneven(change)), to_gain=True)
 
 
 def behind(change: Change, wanted: Literal["copies", "moved"]) -> Candidates:
     """Return the follow-ups of an answer at a step boundary; shadows also where no stage is worth
     moving. Raises PlanInfeasible."""
     if wanted == "copies":
-        return only(change, shadowed(change))
+        return _all_shadowed(change)
     return _or_shadows(change, normalised)
+
+
+def _all_shadowed(change: Change) -> Candidates:
+    """Return the running plan with shadows that let as many nodes be lost as the job asks for, and
+    with more of them. Raises PlanInfeasible."""
+    few = can_lose(change.plan) < change.fault_tolerance
+    offers = [(change, shadowed(change))] if few else []
+    for wide in _wider(change):
+        with suppress(PlanInfeasible):
+            offer = shadowed(wide)
+            if can_lose(offer.found.plan) >= wide.tolerated:
+                offers.append((wide, offer))
+    if not offers:
+        raise PlanInfeasible("no layer can be on one node more, or none has to be")
+    if few:
+        return _forced([_course(own, offer) for own, offer in offers], change)
+    return replace(_candidates(change, offers), by_value=True)
 
 
 def _or_shadows(change: Change, make: Callable[[Change], Sequence[Answer]]) -> Candidates:
@@ -245,7 +263,7 @@ def _or_shadows(change: Change, make: Callable[[Change], Sequence[Answer]]) -> C
         with suppress(PlanInfeasible):
             instead = shadowed(change)
     try:
-        candidates = _candidates(change, make(change), to_gain=True)
+        candidates = _candidates(change, _alone(change, make(change)), to_gain=True)
     except PlanInfeasible:
         if instead is None:
             raise
@@ -253,12 +271,17 @@ def _or_shadows(change: Change, make: Callable[[Change], Sequence[Answer]]) -> C
     return replace(candidates, instead=instead)
 
 
-def morphed(change: Change) -> Answer:
-    """Answer with the best shape for the live nodes, whatever they hold: all state comes from the
+def _all_morphed(change: Change) -> Candidates:
+    """Return the best shapes for the live nodes, whatever they hold: all state comes from the
     newest checkpoint. Raises PlanInfeasible."""
-    best = by_templates(change)
-    best = min([best, *_anew_if_better(change, best)], key=weighed_s)
-    return replace(best, policy="morph", moved_bytes=0, stall_s=0.0, outrun_bytes=0, late_s=0.0)
+    loading = [
+        (
+            own,
+            replace(offer, policy="morph", moved_bytes=0, stall_s=0.0, outrun_bytes=0, late_s=0.0),
+        )
+        for own, offer in _offers(change, by_templates(change))
+    ]
+    return _forced([each for own, offer in loading for each in _courses(own, offer)], change)
 
 
 def at_once(change: Change, routed: Answer, behind: Answer) -> Answer:
@@ -308,15 +331,58 @@ def _forced(courses: Sequence[Course], change: Change) -> Candidates:
     )
 
 
+def _wider(change: Change) -> Sequence[Change]:
+    """Return the change under which plans are made that let more nodes be lost."""
+    return [replace(change, more=more) for more in range(change.more + 1, change.most_more + 1)]
+
+
+def _alone(change: Change, answers: Sequence[Answer]) -> Sequence[_Offer]:
+    return [(change, each) for each in answers]
+
+
+def _offers(change: Change, templates: Answer) -> Sequence[_Offer]:
+    """Return the plan of `templates` and the shape of a first plan, with others of which more nodes
+    can be lost than the job asks for."""
+    offers = [*_alone(change, [templates, *_anew_if_better(change, templates)])]
+    for wide in _wider(change):
+        if min(can_lose(each.found.plan) for _, each in offers) >= wide.tolerated:
+            continue
+        with suppress(PlanInfeasible):
+            found = by_templates(wide)
+            known = {each.found.plan for _, each in offers}
+            offers += [
+                (
+                    wide,
+                    _with_reason(each, f"{count(can_lose(each.found.plan), 'node')} may be lost"),
+                )
+                for each in (found, *_anew_if_better(wide, found))
+                if can_lose(each.found.plan) >= wide.tolerated and each.found.plan not in known
+            ]
+    return offers
+
+
+def _courses(change: Change, offer: Answer) -> Sequence[Course]:
+    """Return the course of the offer, and those in which more shadows follow it."""
+    courses = [_course(change, offer)]
+    for wide in _wider(change):
+        if not change.shadows or courses[-1].exposure.can_lose >= wide.tolerated:
+            continue
+        course = _course(wide, replace(offer, then=offer.then or "shadow"))
+        if course.exposure.can_lose < wide.tolerated:
+            break
+        courses.append(course)
+    return courses
+
+
 def _candidates(
     change: Change,
-    offers: Sequence[Answer],
+    offers: Sequence[_Offer],
     *,
     to_gain: bool = False,
 ) -> Candidates:
     """Return the candidates of a change at a step boundary. Where a node of the running plan is
     missing, the change is forced and immediate."""
-    courses = [_course(change, each) for each in offers]
+    courses = [each for own, offer in offers for each in _courses(own, offer)]
     live = change.leaving.union(change.live)
     if not live.issuperset(change.plan.nodes) and not to_gain:
         return _forced(courses, change)
@@ -351,30 +417,32 @@ def _course(change: Change, first: Answer, behind: Answer | None = None) -> Cour
         shadowing=None if last is plan else copying(change, plan, last),
         guarantee=min(can_lose(last), change.fault_tolerance),
         exposure=Exposure.of(last, racks=change.racks),
+        beyond=change.more > 0,
     )
 
 
 def copying(change: Change, running: Plan, following: Plan) -> Copying:
     """Return what is copied beside the steps of the `running` plan before the `following` one."""
     change = replace(change, plan=running)
-    _, busiest_bytes = moves(change, following)
+    moved_bytes, busiest_bytes = moves(change, following)
     return Copying(
         steps=READY_STEPS + copied_layers(change, following),
         seconds=busiest_bytes / change.profile.links.inter_node_bytes_per_s,
+        moved_bytes=moved_bytes,
     )
 
 
 def _anew_if_better(change: Change, offer: Answer) -> Sequence[Answer]:
-    """Return the shape of a first plan if its step is clearly shorter than that of `offer`, or if
-    only `offer` has a layer on one node alone; else nothing."""
+    """Return the shape of a first plan if its step is shorter than that of `offer`, or if losses
+    take all holders of a layer less often; else nothing."""
     if len(change.live) > _MOST_ANEW:
         return []
     try:
         best = anew(change)
     except PlanInfeasible:
         return []
-    faster = weighed_s(best) <= (1 - _LEAST_ANEW) * weighed_s(offer)
-    return [best] if faster or offer.exposure.can_lose < 1 <= best.exposure.can_lose else []
+    faster = weighed_s(best) < weighed_s(offer)
+    return [best] if faster or best.exposure.is_safer(offer.exposure) else []
 
 
 def _instead(other: Policy, first: Policy, why: PlanInfeasible, change: Change) -> Answer:
@@ -389,8 +457,12 @@ def _instead(other: Policy, first: Policy, why: PlanInfeasible, change: Change) 
 
 def _for_want(taken: Answer, wanted: Policy, why: PlanInfeasible) -> Answer:
     """Return the answer, whose reason says why it is not that of the `wanted` policy."""
-    reason = f"{taken.found.reason}; not by {wanted}: {why}"
-    return replace(taken, found=replace(taken.found, reason=reason))
+    return _with_reason(taken, f"not by {wanted}: {why}")
+
+
+def _with_reason(offer: Answer, more: str) -> Answer:
+    found = replace(offer.found, reason=f"{offer.found.reason}; {more}")
+    return replace(offer, found=found)
 
 
 _MAKERS: Mapping[Policy, Callable[[Change], Answer]] = {

@@ -45,8 +45,10 @@ class Terms:
         generation: Generation,
         rates: Mapping[WorkerId, float] | None = None,
         racks: Mapping[NodeName, str] | None = None,
+        most_more: int = 0,
     ) -> Change:
-        """Build the change of `plan` to the `live` nodes. Raises PlanInfeasible."""
+        """Build the change of `plan` to the `live` nodes; `most_more`: the most nodes beyond the
+        fault tolerance for whose loss plans are candidates. Raises PlanInfeasible."""
         offer: Offer = catalogue.offer(self.profile, self.sizes, base, self.schedule)
         return Change(
             plan=plan,
@@ -56,6 +58,7 @@ class Terms:
             templates=offer.templates,
             profile=self.profile,
             fault_tolerance=self.fault_tolerance,
+            most_more=most_more,
             tied=self.tied,
             schedule_named=self.schedule is not None,
             shadows=self.shadows,
@@ -74,10 +77,12 @@ class Terms:
         microbatches: int,
         nodes: Sequence[NodeName],
         generation: Generation,
+        tolerated: int,
     ) -> Plan:
-        """Make the first plan for the nodes. Raises PlanInfeasible."""
+        """Make the first plan for the nodes, of which so many can be lost at once. Raises
+        PlanInfeasible."""
         names = sorted(nodes)
-        pipelines = min(self.fault_tolerance + 1, len(names) // self.sizes.start, microbatches)
+        pipelines = min(tolerated + 1, len(names) // self.sizes.start, microbatches)
         memory = self.profile.gpu_memory_bytes
 
         def make() -> Plan:

@@ -85,13 +85,13 @@ def shadows_behind(plan: Plan, change: Change) -> Next | None:
     lost; else None. A loss waits for this, so orders with less memory are tried only after it."""
     if not change.shadows:
         return None
-    shadowed_plan = _more_shadows(plan, change, change.fault_tolerance, _KEPT[-1])
+    shadowed_plan = _more_shadows(plan, change, change.tolerated, _KEPT[-1])
     return None if shadowed_plan is plan else "shadow"
 
 
 def with_following(plan: Plan, change: Change) -> Plan:
     """Return `plan` with the shadows that follow it."""
-    return _more_shadows(plan, change, change.fault_tolerance) if change.shadows else plan
+    return _more_shadows(plan, change, change.tolerated) if change.shadows else plan
 
 
 def can_lose_behind(plan: Plan, change: Change) -> int:
@@ -133,7 +133,7 @@ def _with_more(change: Change) -> Plan:
     """Return the running plan with more shadows. The order of list-scheduled workers stays where it
     fits beside them; else it is made anew. Raises PlanInfeasible."""
     plan, listed = change.plan, change.plan.listing is not None
-    most = min(change.fault_tolerance, len(plan.nodes) - 1)
+    most = min(change.tolerated, len(plan.nodes) - 1)
     why = "no layer can be on one node more, or none has to be"
     for wanted in range(most, can_lose(plan), -1):
         for kept in _KEPT if listed else _KEPT[:1]:
@@ -181,7 +181,7 @@ def by_templates(change: Change) -> Answer:
         change.live,
         templates=change.templates,
         profile=change.profile,
-        fault_tolerance=change.fault_tolerance,
+        fault_tolerance=change.tolerated,
         generation=change.generation,
         judge=change.judge,
         costs=change.costs,
@@ -195,7 +195,7 @@ def anew(change: Change) -> Answer:
     if change.first is None or change.rates or change.base.rates:
         raise PlanInfeasible("no first plan is made here")
     plan = reseated(
-        change.first(change.live, change.generation),
+        change.first(change.live, change.generation, change.tolerated),
         change.plan,
         [layer.travelling_bytes for layer in change.profile.layers],
         live=change.live,
@@ -225,7 +225,7 @@ def _settled(made: Reconfiguration, change: Change, *, recut: bool = True) -> An
         plan = with_shadows(
             plan,
             change.profile,
-            fault_tolerance=change.fault_tolerance,
+            fault_tolerance=change.tolerated,
             held=change.plan.shards,
             moving=False,
         )

@@ -14,6 +14,7 @@ from oobleck.core.units import count, format_bytes, runs
 from oobleck.planner.cost.estimate import KindEstimate, StepEstimate
 from oobleck.planner.profile.memory import GPU_CONTEXT_BYTES, gpu_reserve_bytes
 from oobleck.planner.programs.communicators import MOST_COMMUNICATORS, Needed, needed
+from oobleck.planner.recovery.course import most_more
 from oobleck.planner.recovery.outlook import MTBF_S, Outlook
 from oobleck.planner.recovery.reconfigure import can_lose
 from oobleck.planner.recovery.terms import Terms
@@ -153,6 +154,7 @@ def make_report(
         base=first.plan,
         live=names,
         generation=Generation(first.plan.generation + 1),
+        most_more=most_more(policy),
     )
     outlook = Outlook(per_node_s=1 / mtbf_s)
     after = (

@@ -11,6 +11,7 @@ from oobleck.core.errors import PlanInfeasible
 from oobleck.core.ids import Generation, NodeName, WorkerId
 from oobleck.core.units import comma_separated, runs
 from oobleck.planner.recovery.answer import Answer, Change, situation
+from oobleck.planner.recovery.course import most_more
 from oobleck.planner.recovery.policies import Answers, answer, answers
 from oobleck.planner.recovery.reconfigure import can_lose
 from oobleck.planner.recovery.terms import Terms
@@ -114,4 +115,5 @@ def _change(
         generation=Generation(planning.plan.generation + 1),
         rates={worker: rate for worker, rate in rates.items() if worker.node in live},
         racks=dict(planning.racks),
+        most_more=most_more(planning.policy),
     )

@@ -374,7 +374,14 @@ class Replay:
             gone = frozenset(back[seat] for seat in gone)
         names = [*fresh, *(name for name, seat in self._seats.items() if seat not in gone)]
         return self._shapes.ask(
-            shape, gone, len(fresh), wanted, rates, self._outlook(), self._racks_of(names, fresh)
+            shape,
+            gone,
+            len(fresh),
+            wanted,
+            rates,
+            self._outlook(),
+            self._racks_of(names, fresh),
+            course.most_more(self._policy),
         )
 
     def _racks_of(self, names: Iterable[str], fresh: Sequence[str]) -> Racks:

@@ -113,12 +113,14 @@ class Shapes:
         rates: Rates = (),
         outlook: Outlook | None = None,
         racks: Racks = (),
+        most_more: int = 0,
     ) -> Outcome:
         """Return the best `wanted` plan by the outlook, without the `gone` seats and with so many
-        fresh nodes. Raises PlanInfeasible."""
-        key = id(shape), frozenset(gone), fresh, wanted, rates, racks
+        fresh nodes; `most_more` as in `Change`. Raises PlanInfeasible."""
+        key = id(shape), frozenset(gone), fresh, wanted, rates, racks, most_more
         if key not in self._asked:
             change, seat = self._change(shape, gone, fresh, rates, racks)
+            change = replace(change, most_more=most_more)
             try:
                 self._asked[key] = _Asked(change, seat, ask(change, wanted))
             except PlanInfeasible as infeasible:

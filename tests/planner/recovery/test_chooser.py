@@ -138,17 +138,33 @@ def test_a_value_is_the_mean_over_drawn_events(until_s: float, joins_per_s: floa
     assert value == pytest.approx(drawn, rel=0.1, abs=0.6)
 
 
-@pytest.mark.parametrize("taken", [1, 2, 3, 4])
-def test_the_share_of_events_that_take_last_holders_is_that_of_all_sets_of_nodes(
-    taken: int,
+@pytest.mark.parametrize(
+    ("pipelines", "within"),
+    [
+        ([([1, 1, 1], 4)] * 3, 1e-12),
+        ([([2, 2, 1], 4)] * 2, 1e-12),
+        ([([1] * 5, 4), ([2, 3], 4), ([2, 2, 1], 2), ([1, 4], 1)], 0.06),
+        ([([1, 2], 4), ([2, 1], 4), ([1, 1, 1], 2)], 0.13),
+    ],
+)
+def test_the_share_of_events_that_take_last_holders_is_that_of_all_groups_of_nodes(
+    pipelines: Sequence[tuple[list[int], int]], within: float
 ) -> None:
-    plan = plan_of_cuts(([1, 1], 4), ([1, 1], 4), ([2], 2))
-    holders = plan.layer_nodes()
-    sets = list(combinations(plan.nodes, taken))
-    hit = sum(any(set(own) <= set(gone) for own in holders) for gone in sets)
-    share = Exposure.of(plan).share(((taken, 1.0),))
-    assert share >= hit / len(sets)
-    assert share == pytest.approx(hit / len(sets)) or taken > 3  # sets overlap
+    plan = plan_of_cuts(*pipelines)
+    holders = [frozenset(own) for own in plan.layer_nodes()]
+    apart = sum(map(len, set(holders))) <= len(plan.nodes)
+    assert apart == (within < 0.01)
+    for taken in range(1, len(plan.nodes) + 1):
+        groups = list(combinations(plan.nodes, taken))
+        hit = sum(any(own <= set(gone) for own in holders) for gone in groups)
+        share = Exposure.of(plan).share(((taken, 1.0),))
+        assert share == pytest.approx(hit / len(groups), abs=within), taken
+
+
+def test_for_large_groups_and_clusters_the_share_is_an_estimate() -> None:
+    many = Exposure(nodes=1000, sets=((10, 100),))
+    assert many.share(((9, 1.0),)) == 0
+    assert 0 < many.share(((300, 1.0),)) < many.share(((500, 1.0),)) < 0.15
 
 
 @pytest.mark.parametrize("labels", ["aabb", "abab", "abcd", "a.bb", "...."])

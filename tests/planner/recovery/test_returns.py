@@ -98,7 +98,9 @@ def test_a_first_plan_behind_a_loss_is_one_for_the_nodes_that_are_left() -> None
         for left in (cluster.names[1:], cluster.names[:-1]):
             change = cluster.change(running, running, left)
             assert change.first is not None
-            assert change.first(left[::-1], Generation(2)) == cluster.first(left, 2)
+            assert change.first(left[::-1], Generation(2), change.tolerated) == cluster.first(
+                left, 2
+            )
 
 
 def refuse(change: Change) -> Answer:

@@ -130,13 +130,14 @@ def test_fp8_agrees_in_the_loss_with_the_formula(
     warm: WarmWorkers, tmp_path: Path, kind: str, config: dict[str, object]
 ) -> None:
     """Weights are large enough at first for float8 to matter. The second step would be another one
-    as soon as a gradient is summed in another order."""
+    as soon as a gradient is summed in another order. Some processors sum products of bfloat16 in
+    another order where there are more rows: single numbers are rounded otherwise."""
     large = {**BYTES, **config, "initializer_range": 0.3, "tie_word_embeddings": False}
     model = foreign.spec(kind, sequence_length=16, **large)
     job, wide = (make_job(model, tmp_path, each, 2, steps=1) for each in ("fp8", "bf16"))
     (record,) = train_alone(warm, job).records[1]
     (formula,), (wider,) = (train_reference(one).steps for one in (job, wide))
-    assert record.loss == pytest.approx(formula.loss, rel=1e-5)
+    assert record.loss == pytest.approx(formula.loss, rel=1e-4)
     assert record.grad_norm == pytest.approx(formula.grad_norm, rel=1e-2)
     assert record.loss != pytest.approx(wider.loss, rel=1e-3)
 
