@@ -84,6 +84,7 @@ def outlook(state: ClusterState, job: Job, now: float) -> Outlook:
         switch_s=job.lineage.switch_s,
         kept=job.lineage.salvage * _progress(job, now),
         transfers=job.lineage.transfers,
+        step_s=step_s or None,
     )
 
 

@@ -35,6 +35,9 @@ LEAST_GAIN = 0.03
 #: of small models are rough, and their users expect every node to be used. A choice, not a
 #: measurement.
 _LONGER, _NOISE_S = 0.01, 0.005
+#: Least seconds of a step by its profile for which the steps seen tell how far that is wrong:
+#: shorter ones are mostly overhead, which is alike in all plans. And the most that is believed.
+_LEAST_SEEN_S, _MOST_RATIO = 0.05, 100.0
 #: Least time of a step: a profile may say that layers take none.
 _LEAST_STEP_S = 1e-9
 
@@ -193,6 +196,8 @@ class Candidates:
     instead: Answer | None = None
     #: What is held until the state has moved.
     before: Exposure | None = None
+    #: Seconds of a step of the running plan, by its profile; None: it has none.
+    running_s: float | None = None
 
 
 def weighed_s(answer: Answer) -> float:
@@ -273,9 +278,19 @@ def choose(found: Candidates, outlook: Outlook) -> Answer:
 
     The highest guarantee comes first, then the value. Within half a percent of the highest value,
     a course that is made for the fault tolerance alone is taken if there is one, then the one that
-    moves fewest bytes, then the one that lets most nodes be lost. Raises PlanInfeasible where
+    moves fewest bytes, then the one that lets most nodes be lost. Times of transfers in the answer
+    are as the outlook tells, those of steps as the profile does. Raises PlanInfeasible where
     staying is better.
     """
+    ratio = 1.0
+    if outlook.step_s and found.running_s is not None and found.running_s >= _LEAST_SEEN_S:
+        ratio = min(max(outlook.step_s / found.running_s, 1 / _MOST_RATIO), _MOST_RATIO)
+    return _paced_answer(_choose(found, outlook.in_units_of(ratio), ratio), ratio)
+
+
+def _choose(found: Candidates, outlook: Outlook, unit_s: float) -> Answer:
+    """Return the answer of the best course. All times are in units of so many seconds, in which
+    steps take as long as the profile says."""
     staying = found.staying
     courses = [_paced(course, outlook.transfers) for course in found.courses]
     ways = [course.phases(outlook, found.before, staying) for course in courses]
@@ -332,10 +347,10 @@ def choose(found: Candidates, outlook: Outlook) -> Answer:
             in_time = _switched_s(phases) < until_s
             worth = in_time and value_of(phases, 0.0) >= least - close_by
         stands_s = outlook.switch_s + best.first.late_s
-        if why := _why_stay(best, staying, found, until_s, stands_s, worth=worth):
+        if why := _why_stay(best, staying, found, until_s, stands_s, unit_s, worth=worth):
             plain = tuple(course for course in found.courses if not course.beyond)
             if best.beyond and plain:
-                return choose(replace(found, courses=plain), outlook)
+                return _choose(replace(found, courses=plain), outlook, unit_s)
             if found.instead is not None:
                 return _paced_answer(found.instead, outlook.transfers)
             raise PlanInfeasible(why)
@@ -355,12 +370,13 @@ def _why_stay(
     found: Candidates,
     until_s: float,
     stands_s: float,
+    unit_s: float,
     *,
     worth: bool,
 ) -> str:
     """Return why staying is better; empty if it is not. A plan that lets more nodes be lost, as far
-    as the job asks for that, is worth any step. `stands_s`: standstill of its switch; `worth`:
-    by its value."""
+    as the job asks for that, is worth any step. `stands_s`: standstill of its switch, in units of
+    `unit_s`; `worth`: by its value."""
     first = best.first
     if best.guarantee > staying.guarantee or first.undoes:
         return ""
@@ -376,9 +392,10 @@ def _why_stay(
     if then_s > most_s and not (found.by_value and worth):
         return f"{told}: not worth a change"
     if not worth:
-        left = f" for the {until_s:.3g} s that are left" if math.isfinite(until_s) else ""
+        copied_s, stands_s, left_s = (unit_s * each for each in (first.stall_s, stands_s, until_s))
+        left = f" for the {left_s:.3g} s that are left" if math.isfinite(left_s) else ""
         return (
-            f"{told}, after {first.stall_s:.3g} s of copying and {stands_s:.3g} s of "
-            f"standstill: not worth a change{left}"
+            f"{told}, after {copied_s:.3g} s of copying and {stands_s:.3g} s of standstill: not "
+            f"worth a change{left}"
         )
     return ""

@@ -199,6 +199,25 @@ class Outlook(msgspec.Struct, frozen=True, kw_only=True):
     kept: float = 0.0
     #: Factor on the expected times of transfers, by what they took so far.
     transfers: float = 1.0
+    #: Seconds that a step of the running plan takes; None: as its profile says.
+    step_s: float | None = None
+
+    def in_units_of(self, seconds: float) -> "Outlook":
+        """Return the outlook with times in units of so many seconds, such as those of a profile
+        that takes steps to be shorter or longer than they are."""
+        left_s, next_s = self.left_s, self.next_s
+        return msgspec.structs.replace(
+            self,
+            per_node_s=self.per_node_s * seconds,
+            joins_per_s=self.joins_per_s * seconds,
+            left_s=None if left_s is None else left_s / seconds,
+            next_s=None if next_s is None else next_s / seconds,
+            back_s=self.back_s / seconds,
+            rejoin_s=self.rejoin_s / seconds,
+            switch_s=self.switch_s / seconds,
+            transfers=self.transfers / seconds,
+            step_s=None,
+        )
 
     def wait_s(self, nodes: int) -> float:
         """Return the expected seconds until the next event among so many nodes."""

@@ -324,10 +324,14 @@ def _normalised(change: Change, routed: Answer) -> Sequence[Answer]:
 
 
 def _forced(courses: Sequence[Course], change: Change) -> Candidates:
+    running_s: float | None = None
+    with suppress(PlanInfeasible):  # it does not fit the memory of its nodes as now known
+        running_s = staying_s(situation(change))
     return Candidates(
         courses=tuple(courses),
         live=len(change.live),
         before=Exposure.of(change.plan, change.live, change.racks),
+        running_s=running_s,
     )
 
 
@@ -403,6 +407,7 @@ def _candidates(
         ),
         to_gain=to_gain,
         before=Exposure.of(change.plan, live, change.racks),
+        running_s=now_s,
     )
 
 

@@ -403,24 +403,23 @@ class Replay:
         every = costs.checkpoint_every_s / max(self._step_s, seconds(1))
         steps = self._setting.steps
         left = None if steps is None else max(1, steps - self.account.steps)
-        # Plans have their profile's seconds, of which each takes `ratio` of the trace's.
-        ratio = costs.step_ratio
+        # Plans have their profile's seconds, of which each takes so many of the trace's.
         return Outlook(
-            per_node_s=losses.per_node_s(self._setting.mtbf_s) * ratio,
-            joins_per_s=losses.joins_per_s(self._step_s) * ratio,
+            per_node_s=losses.per_node_s(self._setting.mtbf_s),
+            joins_per_s=losses.joins_per_s(self._step_s),
             whole_rack=losses.rack_share(self._live_racks()),
             sizes=losses.sizes,
             left_steps=left,
-            left_s=None if left is None else left * seconds(self._step) / ratio,
+            left_s=None if left is None else left * seconds(self._step),
             behind_steps=self.account.fresh_steps,
             every_steps=every or math.inf,
-            next_s=seconds(self._save_due - self._now) / ratio if every else None,
-            back_s=costs.load_s / ratio,
-            rejoin_s=(costs.abort_s + costs.meeting_s + costs.first_step_s) / ratio,
-            switch_s=(costs.switch_s + costs.first_step_s) / ratio,
+            next_s=seconds(self._save_due - self._now) if every else None,
+            back_s=costs.load_s,
+            rejoin_s=costs.abort_s + costs.meeting_s + costs.first_step_s,
+            switch_s=costs.switch_s + costs.first_step_s,
             kept=self._kept,
-            transfers=self._moved_s(1.0) / ratio,
-        )
+            transfers=self._moved_s(1.0),
+        ).in_units_of(costs.step_ratio)
 
     def _live_racks(self) -> Mapping[NodeName, str]:
         return {NodeName(name): self._setting.racks.get(name, "") for name in self._live}

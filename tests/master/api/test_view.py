@@ -393,7 +393,7 @@ def test_a_re_routed_plan_is_told_with_its_routes_and_what_workers_hold() -> Non
     player.play(
         f"0.0 register {six}\n"
         "0.0 submit demo hidden=5120 sequence=1 memory=68719476736 f=2 shadows=0\n"
-        f"0.5 ready {six}\n0.7 enter 1 {six}\n1.0 steps 1 1 1\n"
+        f"0.5 ready {six}\n0.7 enter 1 {six}\n1.0 steps 1 1 1 3.6\n"
     )
     job = player.state.jobs[JobId("demo-1")]
     before = job_status(player.state, job, CONFIG, 1.0)

@@ -90,6 +90,7 @@ def test_changes_are_expected_to_take_what_the_last_ones_took() -> None:
     learned = outlook(player.state, player.job, player.now)
     assert learned.rejoin_s == pytest.approx(rejoin_s, rel=0.02)
     assert learned.switch_s == pytest.approx(SWITCH_S * 7 / 8)
+    assert learned.step_s == 0.1
 
 
 def test_losses_are_counted_and_known_after_a_restart() -> None:

@@ -338,6 +338,27 @@ def test_transfers_that_took_long_are_expected_to_take_long_again() -> None:
     assert corrected(factor, expected_s=0.01, happened_s=40.0) == factor
 
 
+def test_steps_that_take_longer_than_their_profile_says_make_a_follow_up_late() -> None:
+    """The same world in the profile's seconds and in its own gives the same choice."""
+
+    def ways(step_s: float) -> Candidates:
+        fast = course(step_s, stall_s=2.0)
+        return forced(fast, course(1.5 * step_s, policy="reroute", behind=fast.first))
+
+    outlook = expecting(60.0, 4)
+    assert choose(ways(1.0), outlook).policy == "reroute"
+    slow = msgspec.structs.replace(outlook, step_s=9.0, transfers=1.1)
+    found = replace(ways(1.0), running_s=0.9)
+    taken = choose(found, slow)
+    assert (taken.policy, taken.step_s) == ("templates", 1.0)
+    assert taken.stall_s == pytest.approx(2.2), "as the outlook tells"
+    world = choose(ways(10.0), msgspec.structs.replace(slow, step_s=None))
+    assert (world.policy, world.stall_s) == ("templates", pytest.approx(2.2))
+    assert world.value == pytest.approx(taken.value)
+    # Steps of a few milliseconds are mostly overhead, whatever the plan.
+    assert choose(replace(found, running_s=0.01), slow).policy == "reroute"
+
+
 def test_one_transfer_that_stood_still_does_not_end_all_others() -> None:
     """By its time alone no answer would move state again, so that none would correct it."""
     fast, ready = course(1.0, stall_s=2.0), course(1.01, policy="reroute")
