@@ -17,7 +17,7 @@ from oobleck.cli.planning.question import (
     question_options,
     read_question,
 )
-from oobleck.core.job.spec import RecoveryPolicy
+from oobleck.core.job.spec import OF_SEVERAL_HOLDERS, RecoveryPolicy
 from oobleck.core.profile import MOST_NODES
 from oobleck.host.command import USAGE, CommandFailed
 
@@ -179,6 +179,9 @@ def simulate(
     if plot_file is not None:
         _check_plot(plot_file)
     question = read_question(job_file, profile_file, overrides, Flags(**flags))
+    if policies.strip() == "all" and not question.fault_tolerance:
+        chosen = [policy for policy in chosen if policy not in OF_SEVERAL_HOLDERS]
+    _allowed(chosen, question.fault_tolerance)
     racks = {} if racks_file is None else _racks(racks_file)
     case = _Case(
         path=trace_file,
@@ -229,6 +232,17 @@ def _chosen(text: str) -> Sequence[RecoveryPolicy]:
                 f"--policy {name!r}: no such policy; give all, or some of {', '.join(known)}", USAGE
             )
     return [known[name] for name in dict.fromkeys(names)]
+
+
+def _allowed(policies: Sequence[RecoveryPolicy], fault_tolerance: int) -> None:
+    """Refuse policies that no job of this fault tolerance may have."""
+    for policy in policies:
+        if policy in OF_SEVERAL_HOLDERS and not fault_tolerance:
+            raise CommandFailed(
+                f"--policy {policy}: it needs other nodes that hold the same layers; give a fault "
+                "tolerance of 1 or more, or another policy",
+                USAGE,
+            )
 
 
 def _trace(path: Path, racks: "Racks") -> "Trace":
@@ -365,6 +379,7 @@ def _search(
 
     def attempt(point: Point) -> Tried:
         try:
+            _allowed([policy], point.fault_tolerance)
             setting = case.setting(point)
         except CommandFailed as refused:
             return Tried(point=point, value=NOTHING, figures={}, refused=str(refused))

@@ -29,6 +29,10 @@ OnStateLost = Literal["fail", "restart"]
 RecoveryPolicy = Literal[
     "auto", "templates", "reroute", "normalise", "shadow", "uneven", "morph", "wait", "stay"
 ]
+#: Policies by which other nodes that hold the same layers answer a loss.
+OF_SEVERAL_HOLDERS: frozenset[RecoveryPolicy] = frozenset(
+    {"reroute", "normalise", "shadow", "stay"}
+)
 Shadows = Literal["auto", "none"]
 TransportName = Literal["auto", "tcp"]
 DataPlane = Literal["auto", "sealed", "clear"]
@@ -311,7 +315,7 @@ class JobSpec:
         if len(set(self.track)) < len(self.track):
             raise ValueError("track: names a program twice; name it once")
         policy = self.recovery.policy
-        if policy in ("reroute", "normalise", "shadow", "stay") and self.fault_tolerance == 0:
+        if policy in OF_SEVERAL_HOLDERS and self.fault_tolerance == 0:
             raise ValueError(
                 f"policy: {policy} needs other nodes that hold the same layers; set "
                 "fault_tolerance to 1 or more, or policy to auto"

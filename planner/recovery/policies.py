@@ -14,7 +14,8 @@
 - `wait`: no plan has fewer nodes than the running one.
 - `stay`: `reroute`, and no node joins.
 - `auto` has the first three as candidates, `reroute` followed by `templates` or `normalise`, the
-  shape of a first plan, at once or behind another answer. It never waits for a node: until one
+  shape of a first plan, at once or behind another answer. Plans and shadows are candidates too by
+  which more nodes can be lost than the job asks for. It never waits for a node: until one
   comes, any other plan makes steps. Nor does it load a checkpoint while the state is held: loading
   drops that, and a checkpoint may turn out to be damaged.
 
@@ -336,7 +337,7 @@ def _forced(courses: Sequence[Course], change: Change) -> Candidates:
 
 
 def _wider(change: Change) -> Sequence[Change]:
-    """Return the change under which plans are made that let more nodes be lost."""
+    """Return the changes under which plans are made that let more and more nodes be lost."""
     return [replace(change, more=more) for more in range(change.more + 1, change.most_more + 1)]
 
 
@@ -349,19 +350,15 @@ def _offers(change: Change, templates: Answer) -> Sequence[_Offer]:
     can be lost than the job asks for."""
     offers = [*_alone(change, [templates, *_anew_if_better(change, templates)])]
     for wide in _wider(change):
-        if min(can_lose(each.found.plan) for _, each in offers) >= wide.tolerated:
+        if all(can_lose(each.found.plan) >= wide.tolerated for _, each in offers):
             continue
+        known = {each.found.plan for _, each in offers}
         with suppress(PlanInfeasible):
             found = by_templates(wide)
-            known = {each.found.plan for _, each in offers}
-            offers += [
-                (
-                    wide,
-                    _with_reason(each, f"{count(can_lose(each.found.plan), 'node')} may be lost"),
-                )
-                for each in (found, *_anew_if_better(wide, found))
-                if can_lose(each.found.plan) >= wide.tolerated and each.found.plan not in known
-            ]
+            for each in (found, *_anew_if_better(wide, found)):
+                most = can_lose(each.found.plan)
+                if most >= wide.tolerated and each.found.plan not in known:
+                    offers.append((wide, _with_reason(each, f"{count(most, 'node')} may be lost")))
     return offers
 
 

@@ -134,6 +134,7 @@ def test_a_wrong_trace_is_refused_with_its_line(
     ("more", "told"),
     [
         (["--policy", "best"], "--policy 'best': no such policy; give all, or some of auto"),
+        (["--policy", "auto,stay", "--fault-tolerance", "0"], "--policy stay: it needs other"),
         (["--nodes", "3"], "needs 4 nodes"),
         (["--global-batch", "1"], "global_batch"),
         (["--make", "mtbf=1d"], "--make nodes: missing"),
@@ -145,6 +146,19 @@ def test_a_wrong_trace_is_refused_with_its_line(
 )
 def test_wrong_usage_is_refused(asked: tuple[str, ...], more: list[str], told: str) -> None:
     assert told in refused(run(*asked, *more), 2)
+
+
+def test_without_fault_tolerance_all_policies_are_those_that_a_job_may_have(
+    asked: tuple[str, ...],
+) -> None:
+    found = run(*asked, "--policy", "all", "--fault-tolerance", "0", "--until", "1m", "--json")
+    assert list(json.loads(found.stdout)["policies"]) == [
+        "auto",
+        "templates",
+        "uneven",
+        "morph",
+        "wait",
+    ]
 
 
 def test_search_tells_the_best_settings_and_how_much_worse_others_are(
