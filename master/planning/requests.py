@@ -29,6 +29,7 @@ from oobleck.planner.profile.memory import budget_bytes
 from oobleck.planner.recovery.answer import Answer, Exposure
 from oobleck.planner.recovery.chooser import Candidates, Copying, Course
 from oobleck.planner.recovery.course import PlanWanted
+from oobleck.planner.recovery.rules import Next
 from oobleck.planner.search.firstplan import node_specification, on_usable_gpus
 
 #: Labels of racks, for nodes that have one.
@@ -162,6 +163,8 @@ class NumberedCourse(msgspec.Struct, frozen=True, kw_only=True):
     behind_late_s: float
     copying: Copying | None
     shadowing: Copying | None
+    shadowed_s: float | None
+    then: Next | None
     guarantee: int
     exposure: Exposure
     beyond: bool
@@ -190,6 +193,8 @@ class NextPlanReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
                     behind_late_s=course.behind_late_s,
                     copying=course.copying,
                     shadowing=course.shadowing,
+                    shadowed_s=course.shadowed_s,
+                    then=course.then,
                     guarantee=course.guarantee,
                     exposure=course.exposure,
                     beyond=course.beyond,
@@ -209,6 +214,8 @@ class NextPlanReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
                 behind_late_s=one.behind_late_s,
                 copying=one.copying,
                 shadowing=one.shadowing,
+                shadowed_s=one.shadowed_s,
+                then=one.then,
                 guarantee=one.guarantee,
                 exposure=one.exposure,
                 beyond=one.beyond,

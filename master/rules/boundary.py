@@ -93,8 +93,8 @@ def follow_up(context: Context, job: Job) -> Decision | None:
 
     A plan that moved no state, so that training continued at once, is followed by one of templates
     or one with a stage moved. A plan that leaves layers with few nodes is followed by its shadows.
-    The follow-up is dropped if no stage is worth moving, no shadow can be added or planning failed.
-    Another search would give the same result. Templates are tried again, since new nodes may make
+    The follow-up is dropped if no stage is worth moving, no shadow is worth adding or planning
+    failed: the next loss or join decides anew. Templates are tried again, since new nodes may make
     them possible.
     """
     state, made = context.state, job.current.made

@@ -84,7 +84,7 @@ def outlook(state: ClusterState, job: Job, now: float) -> Outlook:
         switch_s=job.lineage.switch_s,
         kept=job.lineage.salvage * _progress(job, now),
         transfers=job.lineage.transfers,
-        step_s=step_s or None,
+        step_s=_step_s_of_plan(job),
     )
 
 
@@ -110,6 +110,12 @@ def _usual_step_s(job: Job) -> float:
     known."""
     recent = job.seen.steps.recent
     return median(record.step_seconds for record in recent) if recent else 0.0
+
+
+def _step_s_of_plan(job: Job) -> float | None:
+    """Return the median seconds of the last steps under the running plan; None: none is known."""
+    own = [one for one in job.seen.steps.recent if one.generation == job.current.generation]
+    return median(record.step_seconds for record in own) if own else None
 
 
 def racks_of_live(state: ClusterState) -> dict[NodeName, str]:

@@ -40,9 +40,9 @@ class Change:
     templates: Templates
     profile: Profile
     fault_tolerance: int
-    #: Nodes beyond these whose loss its plans shall allow as well, and the most of them for which
-    #: plans are candidates.
+    #: Nodes to tolerate beyond these.
     more: int = 0
+    #: Largest `more` for which plans are candidates.
     most_more: int = 0
     #: Groups of layers that share parameters.
     tied: Ties
@@ -120,15 +120,16 @@ class Exposure:
         return self.sets[0][0] - 1
 
     def is_safer(self, other: "Exposure") -> bool:
-        """Return whether losses of the fewest nodes that take all holders of a layer, under one of
-        both, do so less often than under the other."""
+        """Return whether fewer of the smallest losses that take all holders of a layer, here or in
+        `other`, do so here."""
         fewest = min(self.can_lose, other.can_lose) + 1
         return self.share([(fewest, 1.0)]) < other.share([(fewest, 1.0)])
 
     def share(self, sizes: Sequence[tuple[int, float]], whole_rack: float = 0.0) -> float:
         """Return the share of loss events that take the last holders of a layer. `sizes`: share of
         events by number of lost nodes; `whole_rack`: share of events that take a whole rack
-        instead. Exact where no node is in two sets; else an estimate."""
+        instead. Exact where it takes as many as the smallest set has, and mostly where no node
+        is in two sets; else an estimate."""
         share = sum(part * (1 - _spared(self, min(taken, self.nodes))) for taken, part in sizes)
         if not self.racks:
             return share
@@ -140,9 +141,11 @@ def _spared(exposure: Exposure, taken: int) -> float:
     """Return the share of the groups of so many nodes that include no set whole."""
     nodes, sets = exposure.nodes, [one for one in exposure.sets if one[0] <= taken]
     whole = math.comb(nodes, taken)
-    apart = sum(size * number for size, number in sets) <= nodes
+    if len(sets) == 1 and sets[0][0] == taken:  # a group is at most one of them
+        return 1 - sets[0][1] / whole
+    apart = sum(size * number for size, number in exposure.sets) <= nodes
     if apart and taken * taken * sum(number for _, number in sets) <= _MOST_EXACT:
-        # Groups by their number of nodes, of those that are in no set, then set by set.
+        # groups[k]: ways to choose k nodes so far without a whole set.
         rest = nodes - sum(size * number for size, number in sets)
         groups = [math.comb(rest, size) for size in range(taken + 1)]
         for size, number in sets:

@@ -21,6 +21,7 @@ import msgspec
 from oobleck.core.errors import PlanInfeasible
 from oobleck.planner.recovery.answer import Answer, Exposure, RunnerUp
 from oobleck.planner.recovery.outlook import Outlook
+from oobleck.planner.recovery.rules import Next
 
 #: Steps from a plan for a step boundary until workers are ready to switch, to connect and to catch
 #: up, beside one for each layer that one of them copies to another (`python -m bench.simulated`).
@@ -35,9 +36,10 @@ LEAST_GAIN = 0.03
 #: of small models are rough, and their users expect every node to be used. A choice, not a
 #: measurement.
 _LONGER, _NOISE_S = 0.01, 0.005
-#: Least seconds of a step by its profile for which the steps seen tell how far that is wrong:
-#: shorter ones are mostly overhead, which is alike in all plans. And the most that is believed.
-_LEAST_SEEN_S, _MOST_RATIO = 0.05, 100.0
+#: Least seconds of a step, seen or by its profile, for which the steps seen tell how far the
+#: profile is wrong: shorter ones are mostly overhead, which is alike in all plans. And the most
+#: that is believed.
+_LEAST_SEEN_S, _MOST_RATIO = 0.5, 100.0
 #: Least time of a step: a profile may say that layers take none.
 _LEAST_STEP_S = 1e-9
 
@@ -82,8 +84,12 @@ class Course:
     behind_late_s: float = 0.0
     #: Copying for `behind`, beside steps of `first`; None: nothing is behind it.
     copying: Copying | None = None
-    #: Copying of shadows beside steps of the last plan; None: no shadows follow it.
+    #: Copying of shadows beside steps of the last plan, and seconds of a step with them, as
+    #: `weighed_s` has them and no shorter than without; None: no shadows follow it.
     shadowing: Copying | None = None
+    shadowed_s: float | None = None
+    #: Follow-up of `first` where nothing is `behind` it, if that is not its own.
+    then: Next | None = None
     #: Nodes that can be lost in the end, as far as the job asks for that, and what is held then.
     guarantee: int
     #: Exposure of the last plan, with its shadows.
@@ -146,12 +152,13 @@ class Course:
             ]
         last_s = weighed_s(self.last)
         found += _until_shadowed(self.shadowing, last_s, self.last.exposure)
+        last_s = self.shadowed_s or last_s
         return [*found, Phase(seconds=math.inf, steps_per_s=1 / last_s, exposure=self.exposure)]
 
     @property
     def answer(self) -> Answer:
         if self.behind is None:
-            return self.first
+            return replace(self.first, then=self.then) if self.then else self.first
         if self.behind.policy == "normalise":
             return replace(self.first, then="normalise")
         # Behind a re-routed plan templates follow in any case, and may take that shape too.
@@ -169,8 +176,10 @@ class Staying:
     guarantee: int
     #: Exposure with the shadows that follow.
     exposure: Exposure
-    #: Copying of these; None: none follow.
+    #: Copying of these, and seconds of a step with them, as `weighed_s` has them; None: none
+    #: follow.
     shadowing: Copying | None = None
+    shadowed_s: float | None = None
 
     @property
     def weighed_s(self) -> float:
@@ -196,7 +205,7 @@ class Candidates:
     instead: Answer | None = None
     #: What is held until the state has moved.
     before: Exposure | None = None
-    #: Seconds of a step of the running plan, by its profile; None: it has none.
+    #: Seconds of a step of the running plan, as `weighed_s` has them; None: it has none.
     running_s: float | None = None
 
 
@@ -283,8 +292,9 @@ def choose(found: Candidates, outlook: Outlook) -> Answer:
     staying is better.
     """
     ratio = 1.0
-    if outlook.step_s and found.running_s is not None and found.running_s >= _LEAST_SEEN_S:
-        ratio = min(max(outlook.step_s / found.running_s, 1 / _MOST_RATIO), _MOST_RATIO)
+    seen_s, told_s = outlook.step_s, found.running_s
+    if seen_s and told_s and max(seen_s, told_s) >= _LEAST_SEEN_S:
+        ratio = min(max(seen_s / told_s, 1 / _MOST_RATIO), _MOST_RATIO)
     return _paced_answer(_choose(found, outlook.in_units_of(ratio), ratio), ratio)
 
 
@@ -336,7 +346,11 @@ def _choose(found: Candidates, outlook: Outlook, unit_s: float) -> Answer:
         now_s = staying.weighed_s
         stays = [
             *_until_shadowed(staying.shadowing, now_s, found.before),
-            Phase(seconds=math.inf, steps_per_s=1 / now_s, exposure=staying.exposure),
+            Phase(
+                seconds=math.inf,
+                steps_per_s=1 / (staying.shadowed_s or now_s),
+                exposure=staying.exposure,
+            ),
         ]
         stay = value_of(stays)
         if found.to_gain or found.by_value:
@@ -383,7 +397,8 @@ def _why_stay(
     if best.guarantee < staying.guarantee:
         return f"{first.found.reason}: fewer nodes could be lost"
     then_s, now_s = weighed_s(first), staying.weighed_s
-    told = f"a step would take {first.step_s:.4g} s in place of {staying.step_s:.4g} s"
+    step_s, staying_s = unit_s * first.step_s, unit_s * staying.step_s
+    told = f"a step would take {step_s:.4g} s in place of {staying_s:.4g} s"
     if first.weight > staying.weight:
         told += ", with backwards split"
     most_s = now_s + max(_LONGER * now_s, _NOISE_S)

@@ -216,7 +216,7 @@ class Outlook(msgspec.Struct, frozen=True, kw_only=True):
             rejoin_s=self.rejoin_s / seconds,
             switch_s=self.switch_s / seconds,
             transfers=self.transfers / seconds,
-            step_s=None,
+            step_s=None if self.step_s is None else self.step_s / seconds,
         )
 
     def wait_s(self, nodes: int) -> float:

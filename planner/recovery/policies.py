@@ -68,6 +68,7 @@ from oobleck.planner.recovery.worth import (
     by_reroute,
     by_templates,
     shadowed,
+    shadowed_s,
     shadows_behind,
     visits,
     with_following,
@@ -167,8 +168,8 @@ def for_change(change: Change, wanted: RecoveryPolicy) -> Candidates:
     # As a follow-up it has to gain as much as any voluntary change.
     courses += [
         _course(change, preferred, best)
-        for best in _anew_if_better(change, preferred)
-        if weighed_s(best) <= (1 - LEAST_GAIN) * weighed_s(preferred)
+        for own, best in offers
+        if own is change and weighed_s(best) <= (1 - LEAST_GAIN) * weighed_s(preferred)
     ]
     with suppress(PlanInfeasible):
         routed = by_reroute(change)
@@ -251,9 +252,7 @@ def _all_shadowed(change: Change) -> Candidates:
                 offers.append((wide, offer))
     if not offers:
         raise PlanInfeasible("no layer can be on one node more, or none has to be")
-    if few:
-        return _forced([_course(own, offer) for own, offer in offers], change)
-    return replace(_candidates(change, offers), by_value=True)
+    return replace(_candidates(change, offers), forced=few, by_value=not few)
 
 
 def _or_shadows(change: Change, make: Callable[[Change], Sequence[Answer]]) -> Candidates:
@@ -327,7 +326,7 @@ def _normalised(change: Change, routed: Answer) -> Sequence[Answer]:
 def _forced(courses: Sequence[Course], change: Change) -> Candidates:
     running_s: float | None = None
     with suppress(PlanInfeasible):  # it does not fit the memory of its nodes as now known
-        running_s = staying_s(situation(change))
+        running_s = staying_s(situation(change)) * splitting_weight(change.plan)
     return Candidates(
         courses=tuple(courses),
         live=len(change.live),
@@ -358,7 +357,7 @@ def _offers(change: Change, templates: Answer) -> Sequence[_Offer]:
             for each in (found, *_anew_if_better(wide, found)):
                 most = can_lose(each.found.plan)
                 if most >= wide.tolerated and each.found.plan not in known:
-                    offers.append((wide, _with_reason(each, f"{count(most, 'node')} may be lost")))
+                    offers.append((wide, _with_reason(each, f"{count(most, 'node')} can be lost")))
     return offers
 
 
@@ -368,10 +367,10 @@ def _courses(change: Change, offer: Answer) -> Sequence[Course]:
     for wide in _wider(change):
         if not change.shadows or courses[-1].exposure.can_lose >= wide.tolerated:
             continue
-        course = _course(wide, replace(offer, then=offer.then or "shadow"))
+        course = _course(wide, offer)
         if course.exposure.can_lose < wide.tolerated:
             break
-        courses.append(course)
+        courses.append(replace(course, then=offer.then or "shadow"))
     return courses
 
 
@@ -392,6 +391,7 @@ def _candidates(
     except PlanInfeasible:  # the running plan does not fit the memory of its nodes as now known
         return _forced(courses, change)
     kept = with_following(change.plan, change)
+    running_s = now_s * splitting_weight(change.plan)
     return Candidates(
         courses=tuple(courses),
         live=len(change.live),
@@ -401,22 +401,25 @@ def _candidates(
             guarantee=min(can_lose(kept), change.fault_tolerance),
             exposure=Exposure.of(kept, racks=change.racks),
             shadowing=None if kept is change.plan else copying(change, change.plan, kept),
+            shadowed_s=None if kept is change.plan else max(running_s, shadowed_s(kept, change)),
         ),
         to_gain=to_gain,
         before=Exposure.of(change.plan, live, change.racks),
-        running_s=now_s,
+        running_s=running_s,
     )
 
 
 def _course(change: Change, first: Answer, behind: Answer | None = None) -> Course:
     plan = (behind or first).found.plan
     last = with_following(plan, change)
+    least_s = weighed_s(behind or first)
     return Course(
         first=first,
         behind=behind,
         behind_late_s=0.0 if behind is None else late_behind_s(change, first, behind),
         copying=None if behind is None else copying(change, first.found.plan, plan),
         shadowing=None if last is plan else copying(change, plan, last),
+        shadowed_s=None if last is plan else max(least_s, shadowed_s(last, change)),
         guarantee=min(can_lose(last), change.fault_tolerance),
         exposure=Exposure.of(last, racks=change.racks),
         beyond=change.more > 0,

@@ -105,14 +105,12 @@ def shadowed(change: Change) -> Answer:
 
     Routes and schedule stay as they are. Raises PlanInfeasible where no shadow can be added.
     """
-    profile = change.profile
     plan = _with_more(change).having(generation=change.generation)
     if plan.listing is None:
-        plan = settled(plan, profile)
-        step_s = estimate_step(plan, profile, tied=change.tied).step_s
+        plan = settled(plan, change.profile)
     else:
         prove(plan)
-        step_s = estimate_listed(plan, profile, tied=change.tied).step_s
+    step_s = _step_s(plan, change)
     nodes = sorted({worker.node for worker in plan.shadows})
     made = Reconfiguration(
         plan=plan,
@@ -124,9 +122,28 @@ def shadowed(change: Change) -> Answer:
     return answer("shadow", made, step_s, change)
 
 
+def shadowed_s(plan: Plan, change: Change) -> float:
+    """Return the seconds of a step of `plan`, which has shadows, with the cost of a split backward.
+    Sums of gradients are over more nodes then."""
+    if plan.listing is None:
+        plan = settled(plan, change.profile)
+    return _step_s(plan, change) * splitting_weight(plan)
+
+
+def _step_s(plan: Plan, change: Change) -> float:
+    estimate = estimate_step if plan.listing is None else estimate_listed
+    return estimate(plan, change.profile, tied=change.tied).step_s
+
+
 def _more_shadows(plan: Plan, change: Change, wanted: int, kept: float = 1.0) -> Plan:
-    held = plan.shards
-    return with_shadows(plan, change.profile, fault_tolerance=wanted, held=held, kept=kept)
+    return with_shadows(
+        plan,
+        change.profile,
+        fault_tolerance=wanted,
+        held=plan.shards,
+        kept=kept,
+        thorough=not change.more,
+    )
 
 
 def _with_more(change: Change) -> Plan:

@@ -92,16 +92,18 @@ class Gap:
     #: Bytes of existing shadows, a part of `room`.
     had: Mapping[WorkerId, int]
 
-    def filled(self, held: ShardTable) -> Given | None:
+    def filled(self, held: ShardTable, *, thorough: bool) -> Given | None:
         """Fill the gap. Shadows that are `held` stay if possible, and a sweep keeps the largest
-        load of a worker low. Return None where nothing is found."""
+        load of a worker low; a search follows if `thorough`. Return None where nothing is found."""
         if any(
             copies > len({worker.node for worker in self.room} - have)
             for copies, have in zip(self.copies, self.nodes, strict=True)
         ):
             return None
         for table in (held, {}) if held else ({},):
-            filling = self._swept(table) or self._searched(table)
+            filling = self._swept(table)
+            if filling is None and thorough:
+                filling = self._searched(table)
             if filling is not None:
                 return filling
         return None
@@ -247,6 +249,7 @@ def with_shadows(
     held: ShardTable | None = None,
     moving: bool = True,
     kept: float = 1.0,
+    thorough: bool = True,
 ) -> Plan:
     """Return `plan` with shadows so that any `fault_tolerance` nodes can be lost; where memory is
     short, as many as possible.
@@ -281,7 +284,7 @@ def with_shadows(
             room={worker: left + had.get(worker, 0) for worker, left in room.items()},
             had=had,
         )
-        given = gap.filled(held or {})
+        given = gap.filled(held or {}, thorough=thorough)
         if given is not None:
             break
     else:

@@ -221,7 +221,7 @@ def test_idle_nodes_and_losses_in_words(job_file: JobFile) -> None:
 
 def test_policies_stand_side_by_side(job_file: JobFile) -> None:
     job = str(job_file())
-    two = ("--set", "resources.min_nodes_per_pipeline=2")
+    two = ("--set", "resources.min_nodes_per_pipeline=2", "--set", "model.hidden=256")
     flags = ("--nodes", "6", "--lost", "1", "--policy", "reroute", *two)
     report = json.loads(run("plan", job, *flags, "--json").stdout)
     (loss,) = report["after_losses"]

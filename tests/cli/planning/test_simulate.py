@@ -174,6 +174,10 @@ def test_search_tells_the_best_settings_and_how_much_worse_others_are(
     table = run(*asked, "--until", "10m", "--search").stdout
     assert "best: fault tolerance " in table
     assert "neighbour: " in table
+    routed = run(*asked, "--until", "1m", "--search", "--policy", "reroute", "--json").stdout
+    tried = json.loads(routed)["search"]["neighbours"]
+    (bare,) = [one for one in tried if one["fault_tolerance"] == 0]
+    assert bare["refused"].startswith("--policy reroute: it needs other nodes")
 
 
 def test_a_row_may_name_a_rack(asked: tuple[str, ...], tmp_path: Path) -> None:

@@ -83,10 +83,9 @@ def test_changes_are_expected_to_take_what_the_last_ones_took() -> None:
     assert player.job.lineage.rejoin_s == pytest.approx(rejoin_s, rel=0.02)
     assert player.job.lineage.salvage == pytest.approx(SALVAGE * 7 / 8), "nothing was kept"
     # Nobody waits at the boundary at which a node joins.
-    player.play(
-        "6.0 register n3\n6.5 ready n3\n20.0 enter 3 n1 n2 n3 n4 n5\n20.2 steps 7 8 3\n"
-        "21.0 restart\n22.0 reconnect n1 n2 n3 n4 n5\n"
-    )
+    player.play("6.0 register n3\n6.5 ready n3\n20.0 enter 3 n1 n2 n3 n4 n5\n")
+    assert outlook(player.state, player.job, player.now).step_s is None, "of the plan before"
+    player.play("20.2 steps 7 8 3\n21.0 restart\n22.0 reconnect n1 n2 n3 n4 n5\n")
     learned = outlook(player.state, player.job, player.now)
     assert learned.rejoin_s == pytest.approx(rejoin_s, rel=0.02)
     assert learned.switch_s == pytest.approx(SWITCH_S * 7 / 8)

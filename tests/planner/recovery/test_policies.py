@@ -161,12 +161,70 @@ def test_more_nodes_can_be_lost_than_asked_where_events_take_several() -> None:
     wide = answer(asked, "auto", BY_THREES)
     assert (can_lose(plain.found.plan), can_lose(wide.found.plan)) == (2, 3)
     assert 1.03 * plain.step_s < wide.step_s < 1.08 * plain.step_s
-    assert wide.found.reason.endswith("; 3 nodes may be lost")
+    assert wide.found.reason.endswith("; 3 nodes can be lost")
     # Who names a policy gets plans for the fault tolerance alone.
     named = answer(replace(asked, most_more=0), "auto", BY_THREES)
     assert named.found.plan == plain.found.plan
     for wanted, found in (("templates", plain), ("morph", wide)):
         assert answer(asked, wanted, BY_THREES).found.plan == found.found.plan
+
+
+def test_a_longer_shape_of_a_first_plan_is_offered_where_losses_are_less_often_fatal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = replace(change([4, 4, 4], "n1"), fault_tolerance=1)
+    plain = answer(asked, "templates")
+    assert plain.exposure.sets == ((3, 5),)
+    for sets, is_offered in ((((3, 1),), True), (((3, 5),), False)):
+        safer = replace(
+            plain, step_s=1.001 * plain.step_s, exposure=replace(plain.exposure, sets=sets)
+        )
+        plan = plain.found.plan.having(generation=Generation(9))
+        safer = replace(safer, found=replace(plain.found, plan=plan))
+        monkeypatch.setattr(policies, "anew", lambda _, safer=safer: safer)
+        offered = [course.first.step_s for course in ask(asked, "auto").courses]
+        assert (safer.step_s in offered) == is_offered
+
+
+def test_the_running_plans_step_by_its_profile_is_told_with_candidates() -> None:
+    forced = ask(change([4, 4, 4], "n1"), "auto")
+    joined = ask(change([4, 4, 4], "", joined=["x"]), JOINED)
+    plan = change([4, 4, 4], "").plan
+    step_s = estimate_step(plan, profile(10), tied=False).step_s * splitting_weight(plan)
+    assert forced.running_s == joined.running_s == pytest.approx(step_s)
+
+
+def test_a_re_route_may_be_followed_by_a_plan_that_lets_more_nodes_be_lost() -> None:
+    asked = replace(change([4, 4, 4], "n1", state_bytes=GIGABYTE), fault_tolerance=1, most_more=2)
+    pairs = [
+        (course.beyond, can_lose(course.last.found.plan))
+        for course in ask(asked, "auto").courses
+        if course.first.policy == "reroute" and course.last.policy == "templates"
+    ]
+    assert pairs == [(False, 2), (True, 3)]
+
+
+@pytest.mark.parametrize("sizes", [[2, 2], [2, 2, 2], [3, 2], [4]])
+@pytest.mark.parametrize("layer_gb", [1, 10])
+@pytest.mark.parametrize("wait_s", [300.0, 10_000.0])
+def test_copies_that_are_promised_are_made(sizes: list[int], layer_gb: int, wait_s: float) -> None:
+    """Sums of gradients over more nodes take a large part of these steps."""
+    size = layer_gb * GIGABYTE
+    asked = change(sizes, "n1", state_bytes=size)
+    layers = tuple(replace(each, parameter_bytes=size // 6) for each in asked.profile.layers)
+    costs = replace(asked.profile, layers=layers)
+    templates = generate_templates(costs, range(1, 5))
+    asked = replace(
+        asked, profile=costs, templates=templates, shadows=True, most_more=2, fault_tolerance=1
+    )
+    outlook = msgspec.structs.replace(
+        expecting(wait_s, len(asked.live)),
+        sizes=((1, 0.3), (2, 0.4), (3, 0.3)),
+        behind_steps=200.0,
+    )
+    found = answer(asked, "auto", outlook)
+    if found.then == "shadow":
+        assert choose(ask(after(asked, found), "copies"), outlook).policy == "shadow"
 
 
 def test_a_node_that_joins_is_used_though_the_safer_plan_has_too_long_a_step() -> None:
