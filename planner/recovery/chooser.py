@@ -287,7 +287,8 @@ def choose(found: Candidates, outlook: Outlook) -> Answer:
 
     The highest guarantee comes first, then the value. Within half a percent of the highest value,
     a course that is made for the fault tolerance alone is taken if there is one, then the one that
-    moves fewest bytes, then the one that lets most nodes be lost. Times of transfers in the answer
+    moves fewest bytes, then the one that lets most nodes be lost. Where returns cost the best of
+    those less than half a percent, there is no other choice. Times of transfers in the answer
     are as the outlook tells, those of steps as the profile does. Raises PlanInfeasible where
     staying is better.
     """
@@ -322,8 +323,16 @@ def _choose(found: Candidates, outlook: Outlook, unit_s: float) -> Answer:
         for course, phases in zip(courses, ways, strict=True)
     ]
     close_by = TIE * max(value_of(phases, 0.0) for phases in ways)
-    valued = list(zip(courses, values, strict=True))
     most = max(course.guarantee for course in courses)
+    #: Values of courses for the fault tolerance alone, each with what returns cost it.
+    plain = [
+        (value, value_of(phases, 0.0) - value_of(phases))
+        for course, phases, value in zip(courses, ways, values, strict=True)
+        if course.guarantee == most and not course.beyond
+    ]
+    valued = list(zip(courses, values, strict=True))
+    if plain and max(plain)[1] < close_by:  # more steps now may be fewer after the next losses
+        valued = [one for one in valued if not one[0].beyond]
     highest = max(value for course, value in valued if course.guarantee == most)
     close = [
         (course, value)
@@ -362,9 +371,9 @@ def _choose(found: Candidates, outlook: Outlook, unit_s: float) -> Answer:
             worth = in_time and value_of(phases, 0.0) >= least - close_by
         stands_s = outlook.switch_s + best.first.late_s
         if why := _why_stay(best, staying, found, until_s, stands_s, unit_s, worth=worth):
-            plain = tuple(course for course in found.courses if not course.beyond)
-            if best.beyond and plain:
-                return _choose(replace(found, courses=plain), outlook, unit_s)
+            within = tuple(course for course in found.courses if not course.beyond)
+            if best.beyond and within:
+                return _choose(replace(found, courses=within), outlook, unit_s)
             if found.instead is not None:
                 return _paced_answer(found.instead, outlook.transfers)
             raise PlanInfeasible(why)
