@@ -19,6 +19,7 @@ from oobleck.cli.planning.question import (
 )
 from oobleck.core.job.spec import OF_SEVERAL_HOLDERS, RecoveryPolicy
 from oobleck.core.profile import MOST_NODES
+from oobleck.core.units import comma_separated
 from oobleck.host.command import USAGE, CommandFailed
 
 if TYPE_CHECKING:
@@ -179,8 +180,11 @@ def simulate(
     if plot_file is not None:
         _check_plot(plot_file)
     question = read_question(job_file, profile_file, overrides, Flags(**flags))
-    if policies.strip() == "all" and not question.fault_tolerance:
+    notes = list(question.notes)
+    if chosen == _POLICIES and not question.fault_tolerance:
         chosen = [policy for policy in chosen if policy not in OF_SEVERAL_HOLDERS]
+        left_out = comma_separated(sorted(OF_SEVERAL_HOLDERS))
+        notes.append(f"no job without fault tolerance may have {left_out}: they are left out")
     _allowed(chosen, question.fault_tolerance)
     racks = {} if racks_file is None else _racks(racks_file)
     case = _Case(
@@ -198,8 +202,8 @@ def simulate(
     data: dict[str, Any] = {**found.data(price), "costs": costs_data(case.costs)}
     if searched:
         data["search"] = _search(case, point, chosen[0], price)
-    if question.notes:
-        data["notes"] = list(question.notes)
+    if notes:
+        data["notes"] = notes
     if plot_file is not None:
         from oobleck.cli.planning.plot import plot_comparison
 

@@ -403,7 +403,7 @@ class Replay:
         every = costs.checkpoint_every_s / max(self._step_s, seconds(1))
         steps = self._setting.steps
         left = None if steps is None else max(1, steps - self.account.steps)
-        # Plans have their profile's seconds, of which each takes so many of the trace's.
+        # In the profile's seconds, as plans are: each takes `step_ratio` of the trace's.
         return Outlook(
             per_node_s=losses.per_node_s(self._setting.mtbf_s),
             joins_per_s=losses.joins_per_s(self._step_s),

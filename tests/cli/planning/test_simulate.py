@@ -151,14 +151,12 @@ def test_wrong_usage_is_refused(asked: tuple[str, ...], more: list[str], told: s
 def test_without_fault_tolerance_all_policies_are_those_that_a_job_may_have(
     asked: tuple[str, ...],
 ) -> None:
-    found = run(*asked, "--policy", "all", "--fault-tolerance", "0", "--until", "1m", "--json")
-    assert list(json.loads(found.stdout)["policies"]) == [
-        "auto",
-        "templates",
-        "uneven",
-        "morph",
-        "wait",
-    ]
+    every = ("--policy", "all", "--fault-tolerance", "0", "--until", "1m")
+    found = json.loads(run(*asked, *every, "--json").stdout)
+    assert list(found["policies"]) == ["auto", "templates", "uneven", "morph", "wait"]
+    note = "may have normalise, reroute, shadow, stay: they are left out"
+    assert found["notes"][-1].endswith(note)
+    assert note in " ".join(run(*asked, *every).stdout.split())
 
 
 def test_search_tells_the_best_settings_and_how_much_worse_others_are(

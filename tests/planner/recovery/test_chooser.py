@@ -421,7 +421,6 @@ def test_shadows_count_among_the_bytes_that_move_and_for_their_longer_steps() ->
     shadowing = Copying(steps=2.0, seconds=1.0, moved_bytes=200)
     with_shadows = replace(course(1.0), shadowing=shadowing, shadowed_s=1.0)
     assert choose(forced(bare, with_shadows), outlook).moved_bytes == 100
-    assert choose(forced(replace(bare), with_shadows), outlook).then is None
     slower = replace(with_shadows, shadowed_s=1.5)
     *_, copying, last = slower.phases(outlook, ALONE, None)
     assert (copying.steps_per_s, last.steps_per_s) == (1.0, 1 / 1.5)
