@@ -71,6 +71,7 @@ def outlook(state: ClusterState, job: Job, now: float) -> Outlook:
     every, next_s = _saves(state, job, now)
     return Outlook(
         per_node_s=losses.per_node_s(job.spec.recovery.mtbf_s),
+        seen_per_node_s=losses.seen_per_node_s,
         joins_per_s=losses.joins_per_s(step_s),
         whole_rack=losses.rack_share(racks_of_live(state)),
         sizes=losses.sizes,

@@ -102,6 +102,11 @@ class Course:
         return self.behind or self.first
 
     @property
+    def is_plain(self) -> bool:
+        """Return whether this is what the policy `templates` does."""
+        return self.first.policy == "templates" and self.behind is None and not self.beyond
+
+    @property
     def goes_back(self) -> bool:
         """Return whether the state comes from the newest checkpoint."""
         return self.first.policy == "morph"
@@ -234,6 +239,45 @@ def expected_steps(
     return value
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Option:
+    """Course with its value."""
+
+    course: Course
+    phases: Sequence[Phase]
+    value: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Scale:
+    """Values of courses under one outlook."""
+
+    outlook: Outlook
+    live: int
+    until_s: float
+    #: Steps that a return undoes.
+    undone: float
+
+    @classmethod
+    def of(cls, outlook: Outlook, live: int, until_s: float, fastest: float) -> "_Scale":
+        # What a return undoes is alike for all, so that a faster course is never worse for it.
+        undone = outlook.undone_steps(fastest, outlook.change_s(live))
+        return cls(outlook=outlook, live=live, until_s=until_s, undone=undone)
+
+    def value(self, phases: Sequence[Phase]) -> float:
+        return self._steps(phases, self.undone)
+
+    def without_risk(self, phases: Sequence[Phase]) -> float:
+        return self._steps(phases, 0.0)
+
+    def is_better(self, phases: Sequence[Phase], other: Sequence[Phase]) -> bool:
+        """Return whether these phases are clearly better than others."""
+        return self.value(phases) > self.value(other) + TIE * self.without_risk(other)
+
+    def _steps(self, phases: Sequence[Phase], undone: float) -> float:
+        return expected_steps(phases, self.outlook, self.live, until_s=self.until_s, undone=undone)
+
+
 def _until_shadowed(
     shadowing: Copying | None, step_s: float, exposure: Exposure | None
 ) -> list[Phase]:
@@ -288,9 +332,10 @@ def choose(found: Candidates, outlook: Outlook) -> Answer:
     The highest guarantee comes first, then the value. Within half a percent of the highest value,
     a course that is made for the fault tolerance alone is taken if there is one, then the one that
     moves fewest bytes, then the one that lets most nodes be lost. Where returns cost the best of
-    those less than half a percent, there is no other choice. Times of transfers in the answer
-    are as the outlook tells, those of steps as the profile does. Raises PlanInfeasible where
-    staying is better.
+    those less than half a percent, there is no other choice. Nor is one that is worse than plain
+    templates if losses go on to come as often as they did: the prior may hide a storm. Times of
+    transfers in the answer are as the outlook tells, those of steps as the profile does. Raises
+    PlanInfeasible where staying is better.
     """
     ratio = 1.0
     seen_s, told_s = outlook.step_s, found.running_s
@@ -305,9 +350,6 @@ def _choose(found: Candidates, outlook: Outlook, unit_s: float) -> Answer:
     staying = found.staying
     courses = [_paced(course, outlook.transfers) for course in found.courses]
     ways = [course.phases(outlook, found.before, staying) for course in courses]
-    # What a return undoes is alike for all, so that a faster course is never worse for it.
-    fastest = max(phases[-1].steps_per_s for phases in ways)
-    undone = outlook.undone_steps(fastest, outlook.change_s(found.live))
     until_s = math.inf
     if outlook.left_s is not None and staying is not None:
         # Estimates of the short steps of small models are rough.
@@ -315,41 +357,44 @@ def _choose(found: Candidates, outlook: Outlook, unit_s: float) -> Answer:
     if outlook.left_steps is not None and staying is None:
         until_s = min(_finished_s(phases, outlook.left_steps) for phases in ways)
 
-    def value_of(phases: Sequence[Phase], undone: float = undone) -> float:
-        return expected_steps(phases, outlook, found.live, until_s=until_s, undone=undone)
-
-    values = [
-        value_of(phases) - (outlook.behind_steps if course.goes_back else 0.0)
+    fastest = max(phases[-1].steps_per_s for phases in ways)
+    scale = _Scale.of(outlook, found.live, until_s, fastest)
+    storm: _Scale | None = None
+    if outlook.in_storm is not None:
+        storm = _Scale.of(outlook.in_storm, found.live, until_s, fastest)
+    close_by = TIE * max(map(scale.without_risk, ways))
+    most = max(course.guarantee for course in courses)
+    options = [
+        _Option(
+            course=course,
+            phases=phases,
+            value=scale.value(phases) - (outlook.behind_steps if course.goes_back else 0.0),
+        )
         for course, phases in zip(courses, ways, strict=True)
     ]
-    close_by = TIE * max(value_of(phases, 0.0) for phases in ways)
-    most = max(course.guarantee for course in courses)
-    #: Values of courses for the fault tolerance alone, each with what returns cost it.
-    plain = [
-        (value, value_of(phases, 0.0) - value_of(phases))
-        for course, phases, value in zip(courses, ways, values, strict=True)
-        if course.guarantee == most and not course.beyond
-    ]
-    valued = list(zip(courses, values, strict=True))
-    if plain and max(plain)[1] < close_by:  # more steps now may be fewer after the next losses
-        valued = [one for one in valued if not one[0].beyond]
-    highest = max(value for course, value in valued if course.guarantee == most)
+    if storm is not None and staying is None:
+        options = _no_worse_in_a_storm(options, storm, most)
+    plain = [one for one in options if one.course.guarantee == most and not one.course.beyond]
+    if plain:  # without a risk, more steps now may be fewer after the next losses
+        safest = max(plain, key=lambda one: one.value)
+        if scale.without_risk(safest.phases) - scale.value(safest.phases) < close_by:
+            options = [one for one in options if not one.course.beyond]
+    highest = max(one.value for one in options if one.course.guarantee == most)
     close = [
-        (course, value)
-        for course, value in valued
-        if course.guarantee == most and value >= highest - close_by
+        one for one in options if one.course.guarantee == most and one.value >= highest - close_by
     ]
-    close = [one for one in close if not one[0].beyond] or close
-    fewest = min(course.moved_bytes for course, _ in close)
-    best, value = max(
-        (one for one in close if one[0].moved_bytes <= (1 + _ALIKE) * fewest),
-        key=lambda one: (one[0].exposure.can_lose, one[1], -one[0].moved_bytes),
+    close = [one for one in close if not one.course.beyond] or close
+    fewest = min(one.course.moved_bytes for one in close)
+    taken = max(
+        (one for one in close if one.course.moved_bytes <= (1 + _ALIKE) * fewest),
+        key=lambda one: (one.course.exposure.can_lose, one.value, -one.course.moved_bytes),
     )
+    best, value = taken.course, taken.value
     others = [
-        RunnerUp(policy=course.first.policy, rule=course.first.found.rule, value=own)
-        for course, own in valued
-        if (course.first.policy, course.first.found.rule)
-        != (best.first.policy, best.first.found.rule)
+        RunnerUp(policy=one.policy, rule=one.found.rule, value=option.value)
+        for option in options
+        if (one := option.course.first).policy != best.first.policy
+        or one.found.rule != best.first.found.rule
     ]
     if staying is not None and not found.forced:
         now_s = staying.weighed_s
@@ -361,14 +406,15 @@ def _choose(found: Candidates, outlook: Outlook, unit_s: float) -> Answer:
                 exposure=staying.exposure,
             ),
         ]
-        stay = value_of(stays)
+        stay, phases = scale.value(stays), taken.phases
         if found.to_gain or found.by_value:
             worth = value >= stay + close_by
+            if found.by_value and storm is not None:
+                worth |= storm.is_better(phases, stays)
         else:  # a risk keeps no node idle, nor does a step that is a little longer
-            least = min(value_of(stays, 0.0), value_of(_longer(stays, best), 0.0))
-            phases = best.phases(outlook, found.before, staying)
+            least = min(map(scale.without_risk, (stays, _longer(stays, best))))
             in_time = _switched_s(phases) < until_s
-            worth = in_time and value_of(phases, 0.0) >= least - close_by
+            worth = in_time and scale.without_risk(phases) >= least - close_by
         stands_s = outlook.switch_s + best.first.late_s
         if why := _why_stay(best, staying, found, until_s, stands_s, unit_s, worth=worth):
             within = tuple(course for course in found.courses if not course.beyond)
@@ -380,6 +426,15 @@ def _choose(found: Candidates, outlook: Outlook, unit_s: float) -> Answer:
         others.append(RunnerUp(policy="stay", rule="stay", value=stay))
     runner_up = max(others, key=lambda one: one.value, default=None)
     return replace(best.answer, value=value, runner_up=runner_up)
+
+
+def _no_worse_in_a_storm(options: list[_Option], storm: _Scale, most: int) -> list[_Option]:
+    """Return the options that are no worse than plain templates if losses go on to come as often as
+    they did; all of them where templates are none or let fewer nodes be lost than others do."""
+    for plain in options:
+        if plain.course.is_plain and plain.course.guarantee == most:
+            return [one for one in options if not storm.is_better(plain.phases, one.phases)]
+    return options
 
 
 def _longer(stays: Sequence[Phase], best: Course) -> Sequence[Phase]:

@@ -21,6 +21,9 @@ SALVAGE = 0.55
 #: Strength of the prior, in events: a cluster that loses a node an hour must be believed within a
 #: few hours.
 _PRIOR_EVENTS = 0.1
+#: Live time of a node that is counted beside that seen where the prior is left out, seconds: an
+#: early loss is no storm.
+_PRIOR_NODE_S = 3600.0
 #: Observations lose half of their weight in this time.
 _HALF_LIFE_S = 2 * 86_400.0
 #: Losses within this time of each other are one event. Nodes of one rack may be declared lost one
@@ -152,6 +155,11 @@ class Losses(msgspec.Struct, kw_only=True):
         """Return the expected events per node and second; `mtbf_s`: the prior."""
         return (self.seen + _PRIOR_EVENTS) / (self.node_s + _PRIOR_EVENTS * mtbf_s)
 
+    @property
+    def seen_per_node_s(self) -> float:
+        """Events per node and second so far. In a storm, the prior hides many of them."""
+        return self.seen / (self.node_s + _PRIOR_NODE_S)
+
     def joins_per_s(self, step_s: float) -> float:
         """Return the expected rate at which nodes come in place of lost ones and take part, from
         the boundary of a step of so many seconds on; 0: no place is vacant, or none has come."""
@@ -173,6 +181,8 @@ class Outlook(msgspec.Struct, frozen=True, kw_only=True):
 
     #: Expected events per node and second.
     per_node_s: float = 1 / MTBF_S
+    #: Events per node and second so far; 0: as expected, or not known.
+    seen_per_node_s: float = 0.0
     #: Expected joins per second, in place of lost nodes.
     joins_per_s: float = 0.0
     #: Share of events that take a whole rack, and of the others by the number of nodes.
@@ -202,6 +212,13 @@ class Outlook(msgspec.Struct, frozen=True, kw_only=True):
     #: Seconds that a step of the running plan takes; None: as its profile says.
     step_s: float | None = None
 
+    @property
+    def in_storm(self) -> "Outlook | None":
+        """The outlook if losses go on to come as often as they did; None: that is expected."""
+        if self.seen_per_node_s <= self.per_node_s:
+            return None
+        return msgspec.structs.replace(self, per_node_s=self.seen_per_node_s)
+
     def in_units_of(self, seconds: float) -> "Outlook":
         """Return the outlook with times in units of so many seconds, such as those of a profile
         that takes steps to be shorter or longer than they are."""
@@ -209,6 +226,7 @@ class Outlook(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(
             self,
             per_node_s=self.per_node_s * seconds,
+            seen_per_node_s=self.seen_per_node_s * seconds,
             joins_per_s=self.joins_per_s * seconds,
             left_s=None if left_s is None else left_s / seconds,
             next_s=None if next_s is None else next_s / seconds,

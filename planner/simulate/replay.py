@@ -406,6 +406,7 @@ class Replay:
         # In the profile's seconds, as plans are: each takes `step_ratio` of the trace's.
         return Outlook(
             per_node_s=losses.per_node_s(self._setting.mtbf_s),
+            seen_per_node_s=losses.seen_per_node_s,
             joins_per_s=losses.joins_per_s(self._step_s),
             whole_rack=losses.rack_share(self._live_racks()),
             sizes=losses.sizes,

@@ -174,6 +174,7 @@ def test_what_was_learned_decides_the_next_answer() -> None:
     assert made.expected.transfer_s > 2 * expected_s * made.expected.moved_bytes / moved_bytes
     assert learned.per_node_s == pytest.approx(losses.per_node_s(player.job.spec.recovery.mtbf_s))
     assert learned.per_node_s > 1.5 * fresh.per_node_s
+    assert learned.seen_per_node_s == losses.seen_per_node_s > fresh.seen_per_node_s
     config = MasterConfig(listen="127.0.0.1:0", state_dir=Path("/nowhere"), timing=Detection())
     told = job_status(player.state, player.job, config, player.now).outlook
     assert told.losses_per_node_day == pytest.approx(86_400 * learned.per_node_s)

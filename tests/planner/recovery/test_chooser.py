@@ -364,6 +364,7 @@ def test_steps_that_take_longer_than_their_profile_says_make_a_follow_up_late() 
 def test_an_outlook_in_other_units_has_all_its_times_in_them() -> None:
     outlook = Outlook(
         per_node_s=0.5,
+        seen_per_node_s=0.75,
         joins_per_s=0.25,
         left_steps=7.0,
         left_s=8.0,
@@ -379,6 +380,7 @@ def test_an_outlook_in_other_units_has_all_its_times_in_them() -> None:
     )
     assert outlook.in_units_of(4.0) == Outlook(
         per_node_s=2.0,
+        seen_per_node_s=3.0,
         joins_per_s=1.0,
         left_steps=7.0,
         left_s=2.0,
@@ -452,6 +454,37 @@ def test_last_holders_at_risk_cost_what_a_return_would_undo() -> None:
     unsaved = msgspec.structs.replace(saved, behind_steps=5000, every_steps=math.inf)
     assert choose(forced(risky, safe), saved).step_s == 1.0
     assert choose(forced(risky, safe), unsaved).step_s == 1.1
+
+
+def test_in_a_storm_of_losses_nothing_that_is_worse_in_it_takes_the_place_of_templates() -> None:
+    """The prior expects a loss in a day, and losses came every ten seconds."""
+    quick, safe = (
+        course(1.0, policy="reroute", guarantee=0, exposure=ALONE),
+        course(1.5, guarantee=0),
+    )
+    calm = Outlook(per_node_s=1 / (4 * 86_400.0), behind_steps=100.0)
+    storm = msgspec.structs.replace(calm, seen_per_node_s=1 / (4 * 10.0))
+    assert choose(forced(safe, quick), calm).policy == "reroute"
+    assert choose(forced(safe, quick), storm).policy == "templates"
+    # What is better in both remains a choice, and so does what lets more nodes be lost.
+    better = replace(quick, exposure=SAFE, first=replace(quick.first, exposure=SAFE))
+    assert choose(forced(safe, better), storm).policy == "reroute"
+    assert choose(forced(safe, replace(quick, guarantee=1)), storm).policy == "reroute"
+
+
+def test_a_follow_up_that_a_storm_asks_for_is_made() -> None:
+    found = replace(
+        forced(course(1.5, guarantee=0)),
+        staying=Staying(step_s=1.0, weight=1.0, guarantee=0, exposure=ALONE),
+        by_value=True,
+    )
+    calm = Outlook(per_node_s=1 / (4 * 86_400.0), behind_steps=100.0)
+    with pytest.raises(PlanInfeasible, match="not worth a change"):
+        choose(found, calm)
+    storm = msgspec.structs.replace(calm, seen_per_node_s=1 / (4 * 10.0))
+    assert choose(found, storm).step_s == 1.5
+    with pytest.raises(PlanInfeasible, match="not worth a change"):  # nodes join
+        choose(replace(found, by_value=False), storm)
 
 
 def test_the_clock_of_checkpoints_decides_what_a_risk_costs() -> None:
@@ -661,6 +694,22 @@ def test_losses_of_a_cluster_are_believed_within_hours() -> None:
     quiet.pass_time(30 * 86_400.0, 30)
     assert 1 / quiet.per_node_s() > 5 * 86_400
     assert losses.node_s < 31 * 600 * 30, "the copy alone passed the time"
+
+
+def test_a_storm_is_seen_behind_the_prior_and_an_early_loss_is_none() -> None:
+    """Ten nodes live for 20 minutes each: three of them are lost within six minutes."""
+    losses = Losses()
+    losses.pass_time(0.0, 10)
+    for number in range(1, 4):
+        losses.pass_time(120.0 * number, 10)
+        losses.lose(NodeName(f"n{number}"), 120.0 * number)
+    assert 1200 < 1 / losses.seen_per_node_s < 3600
+    assert 1 / losses.per_node_s() > 12 * 3600
+    early = Losses()
+    early.pass_time(0.0, 4)
+    early.pass_time(1.0, 4)
+    early.lose(NodeName("n1"), 1.0)
+    assert 1 / early.seen_per_node_s > 3600
 
 
 def test_a_quiet_year_says_as_much_in_one_piece_as_in_days() -> None:
