@@ -72,6 +72,12 @@ def test_the_cluster_and_its_jobs(stand: Stand, viewer: Visitor) -> None:
 
 
 def test_a_job_with_its_lines_its_map_and_its_facts(stand: Stand, viewer: Visitor) -> None:
+    def has_all() -> bool:
+        text = viewer.get(f"/jobs/{stand.job}").text
+        return "started generation 1" in plain(text) and '<polyline class="line"' in text
+
+    # The dashboard shows at once what the master has told it, and the rest when that comes.
+    until(has_all, "the job's events and steps")
     page = viewer.get(f"/jobs/{stand.job}")
     assert page.status == 200
     assert page.text.count('<svg class="chart"') == 2
@@ -80,7 +86,6 @@ def test_a_job_with_its_lines_its_map_and_its_facts(stand: Stand, viewer: Visito
     shown = plain(page.text)
     assert re.search(r"step [\d,]+ of 1,000,000 \(0%\), about \d", shown)
     assert re.search(r"goodput \d+\.\d% of the time since step 1", shown)
-    assert "started generation 1" in shown
     recent = viewer.get(f"/jobs/{stand.job}?span=recent")
     assert recent.text.count('<polyline class="line"') == 2
 
