@@ -40,6 +40,8 @@ _LONGER, _NOISE_S = 0.01, 0.005
 #: profile is wrong: shorter ones are mostly overhead, which is alike in all plans. And the most
 #: that is believed.
 _LEAST_SEEN_S, _MOST_RATIO = 0.5, 100.0
+#: Clause of the reason where losses that come faster than expected decided.
+_OF_A_STORM = "; losses come faster than expected"
 #: Least time of a step: a profile may say that layers take none.
 _LEAST_STEP_S = 1e-9
 
@@ -104,7 +106,8 @@ class Course:
     @property
     def is_plain(self) -> bool:
         """Return whether this is what the policy `templates` does."""
-        return self.first.policy == "templates" and self.behind is None and not self.beyond
+        is_shape = self.first.policy == "templates" and not self.first.anew
+        return is_shape and self.behind is None and not self.beyond
 
     @property
     def goes_back(self) -> bool:
@@ -190,6 +193,14 @@ class Staying:
     def weighed_s(self) -> float:
         return max(self.step_s * self.weight, _LEAST_STEP_S)
 
+    def phases(self, before: Exposure | None) -> list[Phase]:
+        """Return the phases of staying. `before`: what is held without the shadows that follow."""
+        shadowed_s = self.shadowed_s or self.weighed_s
+        return [
+            *_until_shadowed(self.shadowing, self.weighed_s, before),
+            Phase(seconds=math.inf, steps_per_s=1 / shadowed_s, exposure=self.exposure),
+        ]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidates:
@@ -255,14 +266,19 @@ class _Scale:
     outlook: Outlook
     live: int
     until_s: float
-    #: Steps that a return undoes.
+    #: Steps that a return undoes: alike for all, so that a faster course is never worse for it.
     undone: float
+    #: Values this close are equal.
+    close_by: float = 0.0
 
     @classmethod
-    def of(cls, outlook: Outlook, live: int, until_s: float, fastest: float) -> "_Scale":
-        # What a return undoes is alike for all, so that a faster course is never worse for it.
+    def of(
+        cls, ways: Sequence[Sequence[Phase]], outlook: Outlook, live: int, until_s: float
+    ) -> "_Scale":
+        fastest = max(phases[-1].steps_per_s for phases in ways)
         undone = outlook.undone_steps(fastest, outlook.change_s(live))
-        return cls(outlook=outlook, live=live, until_s=until_s, undone=undone)
+        found = cls(outlook=outlook, live=live, until_s=until_s, undone=undone)
+        return replace(found, close_by=TIE * max(map(found.without_risk, ways)))
 
     def value(self, phases: Sequence[Phase]) -> float:
         return self._steps(phases, self.undone)
@@ -272,7 +288,7 @@ class _Scale:
 
     def is_better(self, phases: Sequence[Phase], other: Sequence[Phase]) -> bool:
         """Return whether these phases are clearly better than others."""
-        return self.value(phases) > self.value(other) + TIE * self.without_risk(other)
+        return self.value(phases) >= self.value(other) + self.close_by
 
     def _steps(self, phases: Sequence[Phase], undone: float) -> float:
         return expected_steps(phases, self.outlook, self.live, until_s=self.until_s, undone=undone)
@@ -357,13 +373,8 @@ def _choose(found: Candidates, outlook: Outlook, unit_s: float) -> Answer:
     if outlook.left_steps is not None and staying is None:
         until_s = min(_finished_s(phases, outlook.left_steps) for phases in ways)
 
-    fastest = max(phases[-1].steps_per_s for phases in ways)
-    scale = _Scale.of(outlook, found.live, until_s, fastest)
-    storm: _Scale | None = None
-    if outlook.in_storm is not None:
-        storm = _Scale.of(outlook.in_storm, found.live, until_s, fastest)
-    close_by = TIE * max(map(scale.without_risk, ways))
-    most = max(course.guarantee for course in courses)
+    scale = _Scale.of(ways, outlook, found.live, until_s)
+    storm = outlook.in_storm and _Scale.of(ways, outlook.in_storm, found.live, until_s)
     options = [
         _Option(
             course=course,
@@ -372,23 +383,10 @@ def _choose(found: Candidates, outlook: Outlook, unit_s: float) -> Answer:
         )
         for course, phases in zip(courses, ways, strict=True)
     ]
-    if storm is not None and staying is None:
-        options = _no_worse_in_a_storm(options, storm, most)
-    plain = [one for one in options if one.course.guarantee == most and not one.course.beyond]
-    if plain:  # without a risk, more steps now may be fewer after the next losses
-        safest = max(plain, key=lambda one: one.value)
-        if scale.without_risk(safest.phases) - scale.value(safest.phases) < close_by:
-            options = [one for one in options if not one.course.beyond]
-    highest = max(one.value for one in options if one.course.guarantee == most)
-    close = [
-        one for one in options if one.course.guarantee == most and one.value >= highest - close_by
-    ]
-    close = [one for one in close if not one.course.beyond] or close
-    fewest = min(one.course.moved_bytes for one in close)
-    taken = max(
-        (one for one in close if one.course.moved_bytes <= (1 + _ALIKE) * fewest),
-        key=lambda one: (one.course.exposure.can_lose, one.value, -one.course.moved_bytes),
-    )
+    taken = favourite = _best(options, scale)
+    if storm:
+        taken = _best(_no_worse_in_a_storm(options, storm), scale)
+    because = _OF_A_STORM if taken is not favourite else ""
     best, value = taken.course, taken.value
     others = [
         RunnerUp(policy=one.policy, rule=one.found.rule, value=option.value)
@@ -397,24 +395,20 @@ def _choose(found: Candidates, outlook: Outlook, unit_s: float) -> Answer:
         or one.found.rule != best.first.found.rule
     ]
     if staying is not None and not found.forced:
-        now_s = staying.weighed_s
-        stays = [
-            *_until_shadowed(staying.shadowing, now_s, found.before),
-            Phase(
-                seconds=math.inf,
-                steps_per_s=1 / (staying.shadowed_s or now_s),
-                exposure=staying.exposure,
-            ),
-        ]
-        stay, phases = scale.value(stays), taken.phases
+        stays, phases = staying.phases(found.before), taken.phases
+        stay = scale.value(stays)
         if found.to_gain or found.by_value:
-            worth = value >= stay + close_by
-            if found.by_value and storm is not None:
-                worth |= storm.is_better(phases, stays)
+            worth = value >= stay + scale.close_by
+            if found.by_value and storm:
+                wanted = worth
+                worth = storm.is_better(phases, stays) or (
+                    wanted and not storm.is_better(stays, phases)
+                )
+                because = _OF_A_STORM if worth != wanted else because
         else:  # a risk keeps no node idle, nor does a step that is a little longer
             least = min(map(scale.without_risk, (stays, _longer(stays, best))))
             in_time = _switched_s(phases) < until_s
-            worth = in_time and scale.without_risk(phases) >= least - close_by
+            worth = in_time and scale.without_risk(phases) >= least - scale.close_by
         stands_s = outlook.switch_s + best.first.late_s
         if why := _why_stay(best, staying, found, until_s, stands_s, unit_s, worth=worth):
             within = tuple(course for course in found.courses if not course.beyond)
@@ -422,15 +416,38 @@ def _choose(found: Candidates, outlook: Outlook, unit_s: float) -> Answer:
                 return _choose(replace(found, courses=within), outlook, unit_s)
             if found.instead is not None:
                 return _paced_answer(found.instead, outlook.transfers)
-            raise PlanInfeasible(why)
+            raise PlanInfeasible(why + because)
         others.append(RunnerUp(policy="stay", rule="stay", value=stay))
     runner_up = max(others, key=lambda one: one.value, default=None)
-    return replace(best.answer, value=value, runner_up=runner_up)
+    answer = replace(best.answer, value=value, runner_up=runner_up)
+    if not because:
+        return answer
+    return replace(answer, found=replace(answer.found, reason=answer.found.reason + because))
 
 
-def _no_worse_in_a_storm(options: list[_Option], storm: _Scale, most: int) -> list[_Option]:
+def _best(options: Sequence[_Option], scale: _Scale) -> _Option:
+    """Return the option to take by its guarantee, its value and what it moves."""
+    most = max(one.course.guarantee for one in options)
+    options = [one for one in options if one.course.guarantee == most]
+    within = [one for one in options if not one.course.beyond]
+    if within:  # without a risk, more steps now may be fewer after the next losses
+        safest = max(within, key=lambda one: one.value)
+        if scale.without_risk(safest.phases) - scale.value(safest.phases) < scale.close_by:
+            options = within
+    highest = max(one.value for one in options)
+    close = [one for one in options if one.value >= highest - scale.close_by]
+    close = [one for one in close if not one.course.beyond] or close
+    fewest = min(one.course.moved_bytes for one in close)
+    return max(
+        (one for one in close if one.course.moved_bytes <= (1 + _ALIKE) * fewest),
+        key=lambda one: (one.course.exposure.can_lose, one.value, -one.course.moved_bytes),
+    )
+
+
+def _no_worse_in_a_storm(options: Sequence[_Option], storm: _Scale) -> Sequence[_Option]:
     """Return the options that are no worse than plain templates if losses go on to come as often as
-    they did; all of them where templates are none or let fewer nodes be lost than others do."""
+    they did; all of them if no option is plain templates, or others let more nodes be lost."""
+    most = max(one.course.guarantee for one in options)
     for plain in options:
         if plain.course.is_plain and plain.course.guarantee == most:
             return [one for one in options if not storm.is_better(plain.phases, one.phases)]

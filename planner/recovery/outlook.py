@@ -21,8 +21,8 @@ SALVAGE = 0.55
 #: Strength of the prior, in events: a cluster that loses a node an hour must be believed within a
 #: few hours.
 _PRIOR_EVENTS = 0.1
-#: Live time of a node that is counted beside that seen where the prior is left out, seconds: an
-#: early loss is no storm.
+#: Live time of a node that is counted beside that seen where the prior is left out, seconds: a loss
+#: in the first minute says little.
 _PRIOR_NODE_S = 3600.0
 #: Observations lose half of their weight in this time.
 _HALF_LIFE_S = 2 * 86_400.0
@@ -157,8 +157,9 @@ class Losses(msgspec.Struct, kw_only=True):
 
     @property
     def seen_per_node_s(self) -> float:
-        """Events per node and second so far. In a storm, the prior hides many of them."""
-        return self.seen / (self.node_s + _PRIOR_NODE_S)
+        """Events per node and second so far, without the prior, which hides a storm of them. One
+        counts half: choices are made just after an event, which says more than a time without."""
+        return max(0.0, self.seen - 0.5) / (self.node_s + _PRIOR_NODE_S)
 
     def joins_per_s(self, step_s: float) -> float:
         """Return the expected rate at which nodes come in place of lost ones and take part, from
@@ -181,7 +182,7 @@ class Outlook(msgspec.Struct, frozen=True, kw_only=True):
 
     #: Expected events per node and second.
     per_node_s: float = 1 / MTBF_S
-    #: Events per node and second so far; 0: as expected, or not known.
+    #: Events per node and second so far, without what is expected of any cluster.
     seen_per_node_s: float = 0.0
     #: Expected joins per second, in place of lost nodes.
     joins_per_s: float = 0.0

@@ -171,7 +171,7 @@ class Shapes:
         self.shortest_s[nodes] = min(step_s, self.shortest_s.get(nodes, step_s))
 
     def _outcome(self, asked: "_Asked", taken: Answer) -> Outcome:
-        key = id(taken.found)
+        key = id(taken.found.plan)
         if key not in asked.outcomes:
             offer = asked.offered(taken)
             following = after(asked.change, offer)
@@ -253,7 +253,7 @@ class _Asked:
         self, change: Change, seat: Mapping[NodeName, int], candidates: Candidates
     ) -> None:
         self.change, self.seat, self.candidates = change, seat, candidates
-        #: By the identity of what was found, which `candidates` keeps.
+        #: By the identity of the plan, which `candidates` keeps.
         self.outcomes: dict[int, Outcome] = {}
 
     def offered(self, taken: Answer) -> Answer:
@@ -262,7 +262,7 @@ class _Asked:
         offers = [course.first for course in self.candidates.courses]
         if self.candidates.instead is not None:
             offers.append(self.candidates.instead)
-        return next(each for each in offers if each.found is taken.found)
+        return next(each for each in offers if each.found.plan is taken.found.plan)
 
 
 def _found(known: _Known | PlanInfeasible) -> _Known:

@@ -456,35 +456,84 @@ def test_last_holders_at_risk_cost_what_a_return_would_undo() -> None:
     assert choose(forced(risky, safe), unsaved).step_s == 1.1
 
 
+#: The prior expects a loss in a day; in the storm, one came every ten seconds.
+CALM = Outlook(per_node_s=1 / (4 * 86_400.0), behind_steps=100.0)
+STORM = msgspec.structs.replace(CALM, seen_per_node_s=1 / (4 * 10.0))
+
+
 def test_in_a_storm_of_losses_nothing_that_is_worse_in_it_takes_the_place_of_templates() -> None:
-    """The prior expects a loss in a day, and losses came every ten seconds."""
-    quick, safe = (
-        course(1.0, policy="reroute", guarantee=0, exposure=ALONE),
-        course(1.5, guarantee=0),
-    )
-    calm = Outlook(per_node_s=1 / (4 * 86_400.0), behind_steps=100.0)
-    storm = msgspec.structs.replace(calm, seen_per_node_s=1 / (4 * 10.0))
-    assert choose(forced(safe, quick), calm).policy == "reroute"
-    assert choose(forced(safe, quick), storm).policy == "templates"
-    # What is better in both remains a choice, and so does what lets more nodes be lost.
-    better = replace(quick, exposure=SAFE, first=replace(quick.first, exposure=SAFE))
-    assert choose(forced(safe, better), storm).policy == "reroute"
-    assert choose(forced(safe, replace(quick, guarantee=1)), storm).policy == "reroute"
-
-
-def test_a_follow_up_that_a_storm_asks_for_is_made() -> None:
-    found = replace(
-        forced(course(1.5, guarantee=0)),
+    safe = course(1.5, guarantee=0)
+    quick = course(1.0, policy="reroute", guarantee=0, exposure=ALONE)
+    assert choose(forced(safe, quick), CALM).policy == "reroute"
+    found = choose(forced(safe, quick), STORM)
+    assert found.policy == "templates"
+    assert found.found.reason.endswith("; losses come faster than expected")
+    assert found.runner_up is not None
+    assert found.runner_up.policy == "reroute"
+    drained = replace(
+        forced(safe, quick),
         staying=Staying(step_s=1.0, weight=1.0, guarantee=0, exposure=ALONE),
-        by_value=True,
+        forced=True,
     )
-    calm = Outlook(per_node_s=1 / (4 * 86_400.0), behind_steps=100.0)
-    with pytest.raises(PlanInfeasible, match="not worth a change"):
-        choose(found, calm)
-    storm = msgspec.structs.replace(calm, seen_per_node_s=1 / (4 * 10.0))
-    assert choose(found, storm).step_s == 1.5
+    assert choose(drained, CALM).policy == "reroute"
+    assert choose(drained, STORM).policy == "templates"
+    fewer = msgspec.structs.replace(CALM, seen_per_node_s=CALM.per_node_s / 2)
+    assert choose(forced(safe, quick), fewer).policy == "reroute"
+
+
+@pytest.mark.parametrize(
+    "better",
+    [
+        course(1.0, policy="reroute", guarantee=0, exposure=SAFE),
+        course(1.503, policy="reroute", guarantee=0, exposure=SAFE),  # equal
+        course(1.0, policy="reroute", guarantee=1, exposure=ALONE),
+    ],
+)
+def test_in_a_storm_what_is_as_good_or_lets_more_nodes_be_lost_is_a_choice(better: Course) -> None:
+    safe = course(1.5, guarantee=0, moved=100)
+    assert choose(forced(safe, better), STORM).policy == "reroute"
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        course(1.5, guarantee=0, policy="normalise"),
+        replace(course(1.5, guarantee=0), beyond=True),
+        replace(course(1.5, guarantee=0, behind=course(1.5).first)),
+        replace(course(1.5, guarantee=0), first=replace(course(1.5).first, anew=True)),
+    ],
+)
+def test_in_a_storm_plain_templates_alone_are_compared(other: Course) -> None:
+    """What only `auto` does may be chosen against a storm, but excludes nothing."""
+    quick = course(1.0, policy="reroute", guarantee=0, exposure=ALONE)
+    assert choose(forced(other, quick), STORM).policy == "reroute"
+
+
+def test_a_storm_decides_about_a_follow_up() -> None:
+    def behind(step_s: float, *courses: Course, exposure: Exposure) -> Candidates:
+        staying = Staying(step_s=step_s, weight=1.0, guarantee=0, exposure=exposure)
+        return replace(forced(*courses), staying=staying, by_value=True)
+
+    safe, quick = course(1.5, guarantee=0), course(1.0, guarantee=0, exposure=ALONE)
+    leaving_risk = behind(1.0, safe, exposure=ALONE)
+    with pytest.raises(PlanInfeasible, match=r"not worth a change$"):
+        choose(leaving_risk, CALM)
+    found = choose(leaving_risk, STORM)
+    assert (found.step_s, found.found.reason) == (1.5, "a course; losses come faster than expected")
+    taking_risk = behind(1.5, quick, exposure=SAFE)
+    assert choose(taking_risk, CALM).step_s == 1.0
+    with pytest.raises(PlanInfeasible, match="losses come faster than expected"):
+        choose(taking_risk, STORM)
+    # The quicker one of two is no choice, so that the other one is made.
+    either = behind(
+        1.4,
+        course(1.2, guarantee=0),
+        course(1.0, guarantee=0, exposure=ALONE),
+        exposure=ALONE,
+    )
+    assert (choose(either, CALM).step_s, choose(either, STORM).step_s) == (1.0, 1.2)
     with pytest.raises(PlanInfeasible, match="not worth a change"):  # nodes join
-        choose(replace(found, by_value=False), storm)
+        choose(replace(leaving_risk, by_value=False), STORM)
 
 
 def test_the_clock_of_checkpoints_decides_what_a_risk_costs() -> None:
@@ -696,7 +745,7 @@ def test_losses_of_a_cluster_are_believed_within_hours() -> None:
     assert losses.node_s < 31 * 600 * 30, "the copy alone passed the time"
 
 
-def test_a_storm_is_seen_behind_the_prior_and_an_early_loss_is_none() -> None:
+def test_a_storm_is_seen_behind_the_prior_and_an_early_loss_says_little() -> None:
     """Ten nodes live for 20 minutes each: three of them are lost within six minutes."""
     losses = Losses()
     losses.pass_time(0.0, 10)
@@ -707,9 +756,10 @@ def test_a_storm_is_seen_behind_the_prior_and_an_early_loss_is_none() -> None:
     assert 1 / losses.per_node_s() > 12 * 3600
     early = Losses()
     early.pass_time(0.0, 4)
-    early.pass_time(1.0, 4)
-    early.lose(NodeName("n1"), 1.0)
-    assert 1 / early.seen_per_node_s > 3600
+    for at, seen in ((600.0, 0.5 / (2400 + 3600)), (660.0, 1.5 / (2640 + 3600))):
+        early.pass_time(at, 4)
+        early.lose(NodeName(f"n{at}"), at)
+        assert early.seen_per_node_s == pytest.approx(seen, rel=0.01)
 
 
 def test_a_quiet_year_says_as_much_in_one_piece_as_in_days() -> None:

@@ -627,15 +627,28 @@ def test_time_at_risk_and_the_share_of_nodes_that_trained_follow_from_the_plans(
     assert told["node_ettr"] == told["node_goodput"]
 
 
-def test_a_return_turns_no_clock_of_checkpoints_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    outlooks: list[Outlook] = []
+@pytest.fixture
+def outlooks(monkeypatch: pytest.MonkeyPatch) -> list[Outlook]:
+    """Those under which a replay chooses."""
+    found: list[Outlook] = []
     ask = Shapes.ask
 
     def noted(self: Shapes, *asked: Any) -> Outcome:
-        outlooks.append(asked[5])
+        found.append(asked[5])
         return ask(self, *asked)
 
     monkeypatch.setattr(Shapes, "ask", noted)
+    return found
+
+
+def test_choices_know_how_often_nodes_have_been_lost(outlooks: list[Outlook]) -> None:
+    assert result(trace((100.0, "remove", "n1"), (200.0, "remove", "n3")), 300.0).account.steps
+    node_s = NODES * 100 + (NODES - 1) * 100
+    assert outlooks[-1].seen_per_node_s == pytest.approx(1.5 / (3600 + node_s), rel=0.01)
+    assert outlooks[-1].in_storm is not None
+
+
+def test_a_return_turns_no_clock_of_checkpoints_back(outlooks: list[Outlook]) -> None:
     step_s = shapes().first(NODES).step_s
     costs = replace(COSTS, checkpoint_every_s=10 * step_s)
     lost = [(13 * step_s, "remove", f"n{number}") for number in (1, 3, 5)]
