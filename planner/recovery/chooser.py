@@ -399,24 +399,22 @@ def _choose(found: Candidates, outlook: Outlook, unit_s: float) -> Answer:
         stay = scale.value(stays)
         if found.to_gain or found.by_value:
             worth = value >= stay + scale.close_by
-            if found.by_value and storm:
-                wanted = worth
-                worth = storm.is_better(phases, stays) or (
-                    wanted and not storm.is_better(stays, phases)
-                )
-                because = _OF_A_STORM if worth != wanted else because
         else:  # a risk keeps no node idle, nor does a step that is a little longer
             least = min(map(scale.without_risk, (stays, _longer(stays, best))))
             in_time = _switched_s(phases) < until_s
             worth = in_time and scale.without_risk(phases) >= least - scale.close_by
         stands_s = outlook.switch_s + best.first.late_s
-        if why := _why_stay(best, staying, found, until_s, stands_s, unit_s, worth=worth):
+        why = _why_stay(best, staying, found, until_s, stands_s, unit_s, worth=worth)
+        if why and found.by_value and storm and storm.is_better(phases, stays):
+            why = _why_stay(best, staying, found, until_s, stands_s, unit_s, worth=True)
+            because = _OF_A_STORM
+        if why:
             within = tuple(course for course in found.courses if not course.beyond)
             if best.beyond and within:
                 return _choose(replace(found, courses=within), outlook, unit_s)
             if found.instead is not None:
                 return _paced_answer(found.instead, outlook.transfers)
-            raise PlanInfeasible(why + because)
+            raise PlanInfeasible(why)
         others.append(RunnerUp(policy="stay", rule="stay", value=stay))
     runner_up = max(others, key=lambda one: one.value, default=None)
     answer = replace(best.answer, value=value, runner_up=runner_up)

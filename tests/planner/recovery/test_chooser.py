@@ -509,7 +509,7 @@ def test_in_a_storm_plain_templates_alone_are_compared(other: Course) -> None:
     assert choose(forced(other, quick), STORM).policy == "reroute"
 
 
-def test_a_storm_decides_about_a_follow_up() -> None:
+def test_a_storm_makes_a_follow_up_worth_it() -> None:
     def behind(step_s: float, *courses: Course, exposure: Exposure) -> Candidates:
         staying = Staying(step_s=step_s, weight=1.0, guarantee=0, exposure=exposure)
         return replace(forced(*courses), staying=staying, by_value=True)
@@ -520,10 +520,12 @@ def test_a_storm_decides_about_a_follow_up() -> None:
         choose(leaving_risk, CALM)
     found = choose(leaving_risk, STORM)
     assert (found.step_s, found.found.reason) == (1.5, "a course; losses come faster than expected")
+    # It refuses none: the answer to the loss counted on templates.
     taking_risk = behind(1.5, quick, exposure=SAFE)
-    assert choose(taking_risk, CALM).step_s == 1.0
-    with pytest.raises(PlanInfeasible, match="losses come faster than expected"):
-        choose(taking_risk, STORM)
+    for outlook in (CALM, STORM):
+        assert choose(taking_risk, outlook).found.reason == "a course"
+    safer = behind(1.0, course(1.5, guarantee=1), exposure=ALONE)
+    assert choose(safer, STORM).found.reason == "a course", "it is made for the guarantee"
     # The quicker one of two is no choice, so that the other one is made.
     either = behind(
         1.4,
