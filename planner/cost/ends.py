@@ -47,7 +47,8 @@ def summed_ends_s(
     Each worker's link carries its sums one after the other as they become ready. A worker that
     holds a layer without running it adds no wait, and one that computes nothing is not in `ends_s`.
     """
-    sums: dict[WorkerId, list[tuple[float, float]]] = {worker: [] for worker in plan.workers}
+    idle = plan.shadows
+    sums: list[tuple[float, float, tuple[WorkerId, ...]]] = []
     for bucket in gradient_buckets(plan, tied=tied):
         own = {part.layer: part.share for part in bucket.parts if part.part == "own"}
         taken_s = all_reduce_s(
@@ -60,16 +61,16 @@ def summed_ends_s(
         running = [
             owner
             for owner in bucket.owners
-            if owner not in plan.shadows or layers & set(plan.held[owner]) - _shadows(plan, owner)
+            if owner not in idle or layers.intersection(plan.held[owner]).difference(idle[owner])
         ]
         ready_s = max((ends_s.get(owner, 0.0) for owner in running), default=0.0)
-        for owner in bucket.owners:
-            sums[owner].append((ready_s, taken_s))
-    return {worker: max(ends_s.get(worker, 0.0), in_turn(own)) for worker, own in sums.items()}
-
-
-def _shadows(plan: Plan, worker: WorkerId) -> set[int]:
-    return set(plan.shadows.get(worker, ()))
+        sums.append((ready_s, taken_s, bucket.owners))
+    # A link's sums are in the order of all sums.
+    linked_s = dict.fromkeys(plan.workers, 0.0)
+    for ready_s, taken_s, owners in sorted(sums):
+        for owner in owners:
+            linked_s[owner] = max(linked_s[owner], ready_s) + taken_s
+    return {worker: max(ends_s.get(worker, 0.0), end_s) for worker, end_s in linked_s.items()}
 
 
 def _updates_s(plan: Plan, profile: Profile) -> dict[WorkerId, float]:
@@ -82,7 +83,7 @@ def _updates_s(plan: Plan, profile: Profile) -> dict[WorkerId, float]:
             updates = (profile.layers[layer].update_s for layer in hold.layers)
             known[kind] = sum(each.get(width, 0.0) for each in updates)
         for worker in hold.workers:
-            update_s[worker] += known[kind] / plan.rate((worker,))
+            update_s[worker] += known[kind] / (plan.rate((worker,)) if plan.rates else 1.0)
     return update_s
 
 

@@ -16,10 +16,8 @@ from oobleck.core.ties import Ties
 from oobleck.planner.cost.ends import plan_end_s, summed_ends_s, updated_s
 from oobleck.planner.cost.estimate import (
     Replays,
-    estimate_step,
     shadow_bytes,
     stage_peak_bytes,
-    worker_ends_s,
 )
 from oobleck.planner.cost.kinds import Place, pipeline_kinds, replicas
 from oobleck.planner.cost.stages import StageCost, cost_of, idle_bytes, stage_cost
@@ -78,22 +76,19 @@ def last_of_step_s(
     replays = replays or Replays(profile, tied=tied)
     if plan.listing is None and listed_routes(plan):
         plan = with_listing(plan, profile)
-    schedule = foreseen(plan)
-    if schedule is None:
-        estimate = estimate_step(plan, profile, tied=tied, replays=replays)
-        ends_s = worker_ends_s(plan, estimate.kinds)
-    else:
-        ends_s = _ends_s(plan, schedule, profile, replays)
+    ends_s = _ends_s(plan, foreseen(plan), profile, replays)
     summed_s = summed_ends_s(plan, ends_s, profile, tied=tied)
     return summed_s, updated_s(plan, summed_s, profile)
 
 
 def _ends_s(
-    plan: Plan, schedule: Foreseen, profile: Profile, replays: Replays
+    plan: Plan, schedule: Foreseen | None, profile: Profile, replays: Replays
 ) -> dict[WorkerId, float]:
-    """Return when each worker finishes its compute."""
-    tick_s = _tick_s(_costs(plan, profile))
-    ends_s = {worker: end * tick_s for worker, end in schedule.ends.items()}
+    """Return when each worker finishes its compute; `schedule`: that of listed routes, if any."""
+    ends_s: dict[WorkerId, float] = {}
+    if schedule is not None:
+        tick_s = _tick_s(_costs(plan, profile))
+        ends_s = {worker: end * tick_s for worker, end in schedule.ends.items()}
     for kind in _closed_kinds(plan, profile):
         cut = replays.cut(kind.places, kind.costs)
         ends = replays.ends_s(plan.schedule, kind.microbatches, cut)

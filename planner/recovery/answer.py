@@ -15,6 +15,7 @@ from oobleck.core.errors import PlanInfeasible
 from oobleck.core.ids import Generation, NodeName, WorkerId
 from oobleck.core.plan import Plan, Templates
 from oobleck.core.profile import Profile
+from oobleck.core.routes import Shard
 from oobleck.core.ties import Ties
 from oobleck.planner.cost.ends import in_turn
 from oobleck.planner.cost.estimate import SPLITTING_TIE, Replays
@@ -284,8 +285,6 @@ def idle(change: Change, plan: Plan) -> tuple[NodeName, ...]:
 def moves(change: Change, plan: Plan) -> tuple[int, int]:
     """Return the bytes of state that workers lack before `plan` can begin, and those of the node
     that receives or sends most."""
-    if _stays(change, plan):
-        return 0, 0
     sizes = [layer.travelling_bytes for layer in change.profile.layers]
     received, sent = map(_by_node, _moves(change, plan, sizes))
     return received.total(), max((*received.values(), *sent.values()), default=0)
@@ -297,8 +296,6 @@ def outrun_bytes(change: Change, plan: Plan, step_s: float) -> int:
     A copy is followed by the gradients of each step, and a node's link carries only as many of
     these as fit into one step.
     """
-    if _stays(change, plan):
-        return 0
     layers = change.profile.layers
     room = change.profile.links.inter_node_bytes_per_s * step_s
     gradients = _moves(change, plan, [layer.parameter_bytes for layer in layers])
@@ -321,7 +318,10 @@ def _gradients_late_s(change: Change, plan: Plan) -> float:
     """
     profile = change.profile
     lost = not change.leaving.union(change.live).issuperset(change.plan.nodes)
-    if lost or _stays(change, plan):
+    if lost:
+        return 0.0
+    received, sent = _moves(change, plan, [layer.parameter_bytes for layer in profile.layers])
+    if not received:
         return 0.0
     try:
         summed_s, step_s = last_of_step_s(
@@ -332,7 +332,6 @@ def _gradients_late_s(change: Change, plan: Plan) -> float:
     ready_s: dict[NodeName, float] = {}
     for worker, end_s in summed_s.items():
         ready_s[worker.node] = max(end_s, ready_s.get(worker.node, 0.0))
-    received, sent = _moves(change, plan, [layer.parameter_bytes for layer in profile.layers])
     whole_s: dict[int, float] = {}
     messages = defaultdict[tuple[str, NodeName], list[tuple[float, float]]](list)
     rate = profile.links.inter_node_bytes_per_s
@@ -345,16 +344,9 @@ def _gradients_late_s(change: Change, plan: Plan) -> float:
     return min(max(0.0, late_s), step_s)
 
 
-def _stays(change: Change, plan: Plan) -> bool:
-    """Return whether all holds of the plan are those of the running one, so that nothing moves."""
-    return plan.holds == change.plan.holds or set(change.plan.holds).issuperset(plan.holds)
-
-
 def copied_layers(change: Change, plan: Plan) -> float:
     """Return the most layers that one node copies to another ahead of the plan; small ones count
     less."""
-    if _stays(change, plan):
-        return 0.0
     sizes = [layer.travelling_bytes for layer in change.profile.layers]
     received, sent = _moves(change, plan, sizes)
     holders = defaultdict[int, set[NodeName]](set)
@@ -371,12 +363,13 @@ def copied_layers(change: Change, plan: Plan) -> float:
 
 #: Bytes by node and layer.
 _Bytes = Counter[tuple[NodeName, int]]
+_NOTHING: frozenset[Shard] = frozenset()
 
 
 def _by_node(moved: _Bytes) -> Counter[NodeName]:
     found = Counter[NodeName]()
     for (node, _), size in moved.items():
-        found[node] += size
+        found[node] = found.get(node, 0) + size
     return found
 
 
@@ -386,28 +379,41 @@ def _moves(change: Change, plan: Plan, sizes: Sequence[int]) -> tuple[_Bytes, _B
     Each layer is sent by all its holders evenly. The real assignment of senders
     (`oobleck.planner.programs.transfer`) takes seconds to compute for a thousand workers.
     """
-    live, before = frozenset(change.live), change.plan.shards
-    received, wanted = _Bytes(), Counter[int]()
-    having = defaultdict[int, Counter[NodeName]](Counter)
-    held = {w: shards for w, shards in before.items() if w.node in live}
-    layers = {shard.layer for shards in held.values() for shard in shards} if change.leaving else ()
-    # Layers that only leaving nodes hold are handed over.
-    if len(layers) < plan.layer_count and change.leaving:
-        held = {w: shards for w, shards in before.items() if w.node in live | change.leaving}
+    before, senders = change.plan.shards, frozenset(change.live)
+    if change.leaving:
+        kinds = {shards for worker, shards in before.items() if worker.node in senders}
+        layers = {shard.layer for shards in kinds for shard in shards}
+        if len(layers) < plan.layer_count:  # layers that only leaving nodes hold are handed over
+            senders |= change.leaving
+    held = {worker: shards for worker, shards in before.items() if worker.node in senders}
+    lacking = [
+        (worker, shard)
+        for worker, shards in plan.shards.items()
+        if (own := held.get(worker, _NOTHING)) is not shards
+        for shard in shards - own
+    ]
+    if not lacking:
+        return _Bytes(), _Bytes()
+    layers = {shard.layer for _, shard in lacking}
+    # Few workers' shards differ.
+    of_kind: dict[frozenset[Shard], list[Shard]] = {}
+    having = defaultdict[int, dict[NodeName, int]](dict)
     for worker, shards in held.items():
-        for shard in shards:
-            size = -(-sizes[shard.layer] // shard.parts)
-            having[shard.layer][worker.node] += size
-    for worker, shards in plan.shards.items():
-        for shard in shards - held.get(worker, frozenset()):
-            size = -(-sizes[shard.layer] // shard.parts)
-            received[worker.node, shard.layer] += size
-            # A copy on the same node takes no link.
-            if having[shard.layer][worker.node] < size:
-                wanted[shard.layer] += size
+        if shards not in of_kind:
+            of_kind[shards] = [shard for shard in shards if shard.layer in layers]
+        for shard in of_kind[shards]:
+            of_layer, size = having[shard.layer], -(-sizes[shard.layer] // shard.parts)
+            of_layer[worker.node] = of_layer.get(worker.node, 0) + size
+    received, wanted = _Bytes(), Counter[int]()
+    for worker, shard in lacking:
+        size = -(-sizes[shard.layer] // shard.parts)
+        received[worker.node, shard.layer] += size
+        # A copy on the same node takes no link.
+        if having[shard.layer].get(worker.node, 0) < size:
+            wanted[shard.layer] += size
     sent = _Bytes()
     for layer, size in wanted.items():
-        whole = having[layer].total()
+        whole = sum(having[layer].values())
         for node, share in having[layer].items():
-            sent[node, layer] += -(-size * share // whole)
+            sent[node, layer] = -(-size * share // whole)
     return received, sent

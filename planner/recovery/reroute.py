@@ -48,12 +48,12 @@ def reroute(
     """
     gone = set(lost)
     holds = tuple(hold for hold in plan.holds if gone.isdisjoint(hold.workers))
-    held = held_layers(holds)
-    if missing := set(range(plan.layer_count)).difference(*held.values()):
+    if missing := set(range(plan.layer_count)).difference(*{hold.layers for hold in holds}):
         raise LayerLost(missing)
     if helpers is None:
-        routes = routes_around(plan.routes, held, gone, ticks)
+        routes = routes_around(plan.routes, held_layers(holds), gone, ticks)
     else:
+        held = held_layers(holds) if helpers else {}
         routes = _FewHelpers(plan.routes, held, gone, ticks, helpers, waits).routes()
     return Plan(generation=generation, holds=holds, routes=routes, schedule=plan.schedule)
 

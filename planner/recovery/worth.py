@@ -5,7 +5,8 @@ Owns the answers by templates and by re-routing, and the shadows that follow the
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from oobleck.core.errors import PlanInfeasible
@@ -392,19 +393,31 @@ class _Around:
 
 def _best_around(change: Change) -> tuple[Plan, float]:
     """Return the plan of the least step around lost nodes, and that step. Raises PlanInfeasible."""
+    helpers = _helpers(change.plan)
+    listing = [one for one in helpers if one != _NO_HELPERS]
+    if visits(change.plan) <= _LARGE_VISITS or not listing:
+        return _best_of(_around(change, helpers), change)
+    # List scheduling takes most of the time.
+    ways: list[_Around] = []
+    with suppress(PlanInfeasible):
+        ways = _around(change, [_NO_HELPERS])
+    whole_s = min((way.weighed_s for way in ways if not way.listed), default=math.inf)
+    most_s = (1 - _LEAST_LISTED) * whole_s
+    if _split(change.plan, _loads(_unhit(change), _ticks(change))).weighed_s <= most_s:
+        with suppress(PlanInfeasible):
+            ways += [way for way in _around(change, listing) if way.weighed_s <= most_s]
+    with suppress(PlanInfeasible):
+        return _best_of(ways, change)
+    return _best_of(_around(change, listing), change)
+
+
+def _best_of(ways: Sequence[_Around], change: Change) -> tuple[Plan, float]:
+    """Schedule the ways, and return the plan of the least step, and that step. Raises
+    PlanInfeasible."""
     best: tuple[float, Plan, float] | None = None
-    why: PlanInfeasible | None = None
-    ways = _around(change)
-    most_s = math.inf
-    if visits(change.plan) > _LARGE_VISITS:  # list scheduling takes most of the time
-        whole_s = min((way.weighed_s for way in ways if not way.listed), default=math.inf)
-        most_s = (1 - _LEAST_LISTED) * whole_s
-
-    def is_late(way: _Around) -> bool:
-        return way.listed and way.weighed_s > most_s
-
-    for around in sorted(ways, key=lambda way: (is_late(way), way.weighed_s)):
-        if best is not None and (is_late(around) or around.weighed_s >= best[0]):
+    why = PlanInfeasible("no pipeline is left that could take the micro-batches")
+    for around in sorted(ways, key=lambda way: way.weighed_s):
+        if best is not None and around.weighed_s >= best[0]:
             break
         if best is not None and around.becomes(best[1]):
             continue
@@ -418,19 +431,19 @@ def _best_around(change: Change) -> tuple[Plan, float]:
         if best is None or weighed_s < best[0]:
             best = weighed_s, made, step_s
     if best is None:
-        assert why is not None, "each plan is made or refused"
         raise why
     return best[1:]
 
 
-def _around(change: Change) -> list[_Around]:
-    """Return plans around lost nodes. Raises PlanInfeasible where there is none."""
+def _around(change: Change, numbers: Sequence[tuple[int | None, int]]) -> list[_Around]:
+    """Return plans around lost nodes, with these numbers of helpers (`_helpers`). Raises
+    PlanInfeasible where there is none."""
     plan, alive = change.plan, frozenset(change.live)
     lost = {worker for worker in plan.workers if worker.node not in alive}
-    ticks = hop_ticks(change.profile, plan.with_rates(change.rates))
+    ticks = _ticks(change)
     ways: dict[tuple[Schedule, frozenset[Route]], _Around] = {}
     why: PlanInfeasible | None = None
-    for helpers, waits in _helpers(plan):
+    for helpers, waits in numbers:
         try:
             routed = reroute(
                 plan,
@@ -443,29 +456,43 @@ def _around(change: Change) -> list[_Around]:
         except PlanInfeasible as infeasible:
             why = why or infeasible
             continue
-        around = _Around(plan=routed, least_s=_least_s(routed, ticks))
-        ways.setdefault((routed.schedule, frozenset(routed.routes)), around)
+        loads = _loads(routed.routes, ticks)
+        found = [_Around(plan=routed, least_s=_least_s(routed, loads))]
         if not listed_routes(routed) and not change.schedule_named:
             # Listed routes have their backwards split where that is faster.
-            split = routed.having(schedule="zb-h1")
-            around = _Around(plan=split, least_s=_least_s(split, ticks))
-            ways.setdefault((split.schedule, frozenset(split.routes)), around)
+            found.append(_split(routed, loads))
+        for around in found:
+            ways.setdefault((around.plan.schedule, frozenset(around.plan.routes)), around)
     if not ways:
         assert why is not None, "each plan is made or refused"
         raise why
     return list(ways.values())
 
 
-def _least_s(plan: Plan, ticks: Callable[[Hop], int]) -> float:
-    """Return a lower bound of the seconds of compute, if a forward is a quarter of a micro-batch's
-    time at least.
+def _split(plan: Plan, loads: Iterable[tuple[int, int]]) -> _Around:
+    """Return the plan with backwards split, not scheduled yet."""
+    split = plan.having(schedule="zb-h1")
+    return _Around(plan=split, least_s=_least_s(split, loads))
 
-    A worker does all its work. Before that, the hops before compute a forward; after it, backwards
-    that are not split remain on them.
-    """
-    part = 4 if splitting_weight(plan) > 1 else 1
+
+def _ticks(change: Change) -> Callable[[Hop], int]:
+    return hop_ticks(change.profile, change.plan.with_rates(change.rates))
+
+
+def _unhit(change: Change) -> list[Route]:
+    """Return the routes without a lost worker. Re-routing takes no work off them."""
+    alive = frozenset(change.live)
+    return [
+        route
+        for route in change.plan.routes
+        if all(hop.workers[0].node in alive for hop in route.hops)
+    ]
+
+
+def _loads(routes: Iterable[Route], ticks: Callable[[Hop], int]) -> set[tuple[int, int]]:
+    """Return for each worker the ticks of all its work, and the least ones of hops before it."""
     load, least = dict[WorkerId, int](), dict[WorkerId, int]()
-    for route in plan.routes:
+    for route in routes:
         before = 0
         for hop in route.hops:
             own = ticks(hop)
@@ -473,9 +500,22 @@ def _least_s(plan: Plan, ticks: Callable[[Hop], int]) -> float:
                 load[worker] = load.get(worker, 0) + route.microbatches * own
                 least[worker] = min(least.get(worker, before), before)
             before += own
-    return max(load[worker] + least[worker] // part for worker in load) / 1e9
+    return {(load[worker], least[worker]) for worker in load}
 
 
+def _least_s(plan: Plan, loads: Iterable[tuple[int, int]]) -> float:
+    """Return a lower bound of the seconds of compute, if a forward is a quarter of a micro-batch's
+    time at least.
+
+    A worker does all its work. Before that, the hops before compute a forward; after it, backwards
+    that are not split remain on them.
+    """
+    part = 4 if splitting_weight(plan) > 1 else 1
+    return max((load + before // part for load, before in loads), default=0) / 1e9
+
+
+#: All micro-batches go elsewhere whole.
+_NO_HELPERS = 0, 3
 #: Most visits of plans for which further numbers of helpers are tried.
 _SMALL_VISITS = 300
 #: Visits of large plans, such as 4,000 micro-batches on pipelines of five or more stages.
@@ -495,8 +535,8 @@ def _helpers(plan: Plan) -> list[tuple[int | None, int]]:
     routes wait: as many as the workers can schedule soon, and none. Small plans try some more."""
     most = MOST_VISITS // max(route.microbatches * len(route.hops) for route in plan.routes)
     if most < len(plan.routes):
-        return [(most - 1, 1), (0, 3)] if most > 1 else [(0, 3)]
+        return [(most - 1, 1), _NO_HELPERS] if most > 1 else [_NO_HELPERS]
     if visits(plan) > _SMALL_VISITS:
-        return [(len(plan.routes), 1), (0, 3)]
+        return [(len(plan.routes), 1), _NO_HELPERS]
     few = [(helpers, waits) for helpers in (1, 2, len(plan.routes)) for waits in (1, 3)]
-    return [(None, 3), *few, (0, 3)]
+    return [(None, 3), *few, _NO_HELPERS]

@@ -317,6 +317,8 @@ class Replay:
 
     def _outside(self, *, slow: bool = False) -> Iterator[str]:
         """Yield the nodes outside the plan that stay; `slow`: slow ones as well."""
+        if len(self._live) == len(self._seats):
+            return  # each live node has a seat
         for name in self._live:
             usable = slow or self._rates.get(name, 1.0) == 1
             if usable and name not in self._seats and name not in self._draining:

@@ -204,8 +204,9 @@ def _of_pipelines(rule: Rule, plan: Plan, now: Situation) -> Iterator[Candidate]
 def _settled(plan: Plan, now: Situation) -> tuple[Plan, float]:
     """Return the settled plan of whole routes, and its step time. Raises PlanInfeasible."""
     final = settled(keep_schedule(plan, now.profile), now.profile)
-    check_room(peak_bytes(final, now.profile), now)
-    return final, estimate_step(final, now.profile, tied=now.tied, replays=now.replays).step_s
+    estimate = estimate_step(final, now.profile, tied=now.tied, replays=now.replays)
+    check_room(estimate.peak_bytes, now)
+    return final, estimate.step_s
 
 
 def recuts(source: Plan, now: Situation) -> Iterator[Candidate]:
