@@ -366,13 +366,7 @@ def _choose(found: Candidates, outlook: Outlook, unit_s: float) -> Answer:
     staying = found.staying
     courses = [_paced(course, outlook.transfers) for course in found.courses]
     ways = [course.phases(outlook, found.before, staying) for course in courses]
-    until_s = math.inf
-    if outlook.left_s is not None and staying is not None:
-        # Estimates of the short steps of small models are rough.
-        until_s = max(outlook.left_s, (outlook.left_steps or 0.0) * staying.weighed_s)
-    if outlook.left_steps is not None and staying is None:
-        until_s = min(_finished_s(phases, outlook.left_steps) for phases in ways)
-
+    until_s = _until_s(ways, outlook, staying)
     scale = _Scale.of(ways, outlook, found.live, until_s)
     storm = outlook.in_storm and _Scale.of(ways, outlook.in_storm, found.live, until_s)
     options = [
@@ -387,7 +381,7 @@ def _choose(found: Candidates, outlook: Outlook, unit_s: float) -> Answer:
     if storm:
         taken = _best(_no_worse_in_a_storm(options, storm), scale)
     because = _OF_A_STORM if taken is not favourite else ""
-    best, value = taken.course, taken.value
+    best = taken.course
     others = [
         RunnerUp(policy=one.policy, rule=one.found.rule, value=option.value)
         for option in options
@@ -395,17 +389,11 @@ def _choose(found: Candidates, outlook: Outlook, unit_s: float) -> Answer:
         or one.found.rule != best.first.found.rule
     ]
     if staying is not None and not found.forced:
-        stays, phases = staying.phases(found.before), taken.phases
-        stay = scale.value(stays)
-        if found.to_gain or found.by_value:
-            worth = value >= stay + scale.close_by
-        else:  # a risk keeps no node idle, nor does a step that is a little longer
-            least = min(map(scale.without_risk, (stays, _longer(stays, best))))
-            in_time = _switched_s(phases) < until_s
-            worth = in_time and scale.without_risk(phases) >= least - scale.close_by
+        stays = staying.phases(found.before)
+        worth = _is_worth(taken, stays, found, scale)
         stands_s = outlook.switch_s + best.first.late_s
         why = _why_stay(best, staying, found, until_s, stands_s, unit_s, worth=worth)
-        if why and found.by_value and storm and storm.is_better(phases, stays):
+        if why and found.by_value and storm and storm.is_better(taken.phases, stays):
             why = _why_stay(best, staying, found, until_s, stands_s, unit_s, worth=True)
             because = _OF_A_STORM
         if why:
@@ -415,12 +403,33 @@ def _choose(found: Candidates, outlook: Outlook, unit_s: float) -> Answer:
             if found.instead is not None:
                 return _paced_answer(found.instead, outlook.transfers)
             raise PlanInfeasible(why)
-        others.append(RunnerUp(policy="stay", rule="stay", value=stay))
+        others.append(RunnerUp(policy="stay", rule="stay", value=scale.value(stays)))
     runner_up = max(others, key=lambda one: one.value, default=None)
-    answer = replace(best.answer, value=value, runner_up=runner_up)
+    answer = replace(best.answer, value=taken.value, runner_up=runner_up)
     if not because:
         return answer
     return replace(answer, found=replace(answer.found, reason=answer.found.reason + because))
+
+
+def _until_s(ways: Sequence[Sequence[Phase]], outlook: Outlook, staying: Staying | None) -> float:
+    """Return the seconds until the job's end; infinity: it is not known."""
+    if staying is None:
+        steps = outlook.left_steps
+        return math.inf if steps is None else min(_finished_s(phases, steps) for phases in ways)
+    if outlook.left_s is None:
+        return math.inf
+    # Estimates of the short steps of small models are rough.
+    return max(outlook.left_s, (outlook.left_steps or 0.0) * staying.weighed_s)
+
+
+def _is_worth(taken: _Option, stays: Sequence[Phase], found: Candidates, scale: _Scale) -> bool:
+    """Return whether the option is worth a change by its value. Unless the change has to gain, a
+    risk keeps no node idle, nor does a step that is a little longer."""
+    if found.to_gain or found.by_value:
+        return taken.value >= scale.value(stays) + scale.close_by
+    least = min(map(scale.without_risk, (stays, _longer(stays, taken.course))))
+    in_time = _switched_s(taken.phases) < scale.until_s
+    return in_time and scale.without_risk(taken.phases) >= least - scale.close_by
 
 
 def _best(options: Sequence[_Option], scale: _Scale) -> _Option:
