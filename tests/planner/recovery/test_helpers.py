@@ -1,11 +1,13 @@
 """Who takes the micro-batches of a lost worker: against all ways to spread them."""
 
+import math
 import random
 import statistics
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import combinations_with_replacement, pairwise
+from typing import Any
 
 import pytest
 
@@ -14,6 +16,7 @@ from oobleck.core.ids import Generation, WorkerId
 from oobleck.core.plan import Plan
 from oobleck.core.routes import Route
 from oobleck.planner.cost.estimate import peak_bytes
+from oobleck.planner.programs.listing.schedule import listed_routes
 from oobleck.planner.recovery import worth
 from oobleck.planner.recovery.answer import Change, situation
 from oobleck.planner.recovery.reroute import merged, reroute
@@ -97,6 +100,50 @@ def test_the_spread_is_the_best_of_all(
         ratios.append(made.step_s * splitting_weight(made.found.plan) / least_s(asked, most))
     assert statistics.mean(ratios) < 1.01
     assert max(ratios) < 1.05
+
+
+def large_loss(pipelines: int, microbatches: int, *, stage: int) -> Change:
+    """Pipelines of two equal stages and a light one, of which the first loses a stage."""
+    plan = plan_of_cuts(*(([1, 1, 1], microbatches) for _ in range(pipelines)))
+    lost = plan.pipelines[0].nodes[stage]
+    return Change(
+        plan=plan,
+        base=plan,
+        live=tuple(node for node in plan.nodes if node != lost),
+        generation=Generation(2),
+        templates={},
+        profile=replace(profile_of([0.03, 0.03, 0.01], activation=10), gpu_memory_bytes=10**12),
+        fault_tolerance=1,
+        tied=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("pipelines", "microbatches", "stage", "helped"),
+    [(3, 2400, 2, True), (3, 2400, 0, False), (80, 100, 2, False)],
+)
+def test_in_a_large_plan_peers_help_where_that_promises_enough(
+    pipelines: int,
+    microbatches: int,
+    stage: int,
+    helped: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Only two pipelines with time to spare at the light stage promise it. Of 80, each takes a
+    micro-batch or two more, so that no re-route with helpers is made."""
+    asked = large_loss(pipelines, microbatches, stage=stage)
+    tried: list[int | None] = []
+
+    def counted(*args: Any, helpers: int | None, **options: Any) -> Plan:
+        tried.append(helpers)
+        return reroute(*args, helpers=helpers, **options)
+
+    monkeypatch.setattr(worth, "reroute", counted)
+    made = by_reroute(asked)
+    assert tried == ([0] if pipelines == 80 else [0, 3])
+    assert bool(listed_routes(made.found.plan)) == helped
+    monkeypatch.setattr(worth, "_LARGE_VISITS", math.inf)
+    assert made.step_s <= by_reroute(asked).step_s * 1.001
 
 
 @pytest.mark.parametrize("helpers", [0, 1, 3, 9])
