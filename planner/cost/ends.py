@@ -65,7 +65,7 @@ def summed_ends_s(
         ]
         ready_s = max((ends_s.get(owner, 0.0) for owner in running), default=0.0)
         sums.append((ready_s, taken_s, bucket.owners))
-    # A link's sums are in the order of all sums.
+    # Sorted once, the sums of each link are in order too.
     linked_s = dict.fromkeys(plan.workers, 0.0)
     for ready_s, taken_s, owners in sorted(sums):
         for owner in owners:
@@ -83,6 +83,7 @@ def _updates_s(plan: Plan, profile: Profile) -> dict[WorkerId, float]:
             updates = (profile.layers[layer].update_s for layer in hold.layers)
             known[kind] = sum(each.get(width, 0.0) for each in updates)
         for worker in hold.workers:
+            # Without rates, skip a call for each of many workers.
             update_s[worker] += known[kind] / (plan.rate((worker,)) if plan.rates else 1.0)
     return update_s
 

@@ -395,7 +395,7 @@ def _moves(change: Change, plan: Plan, sizes: Sequence[int]) -> tuple[_Bytes, _B
     if not lacking:
         return _Bytes(), _Bytes()
     layers = {shard.layer for _, shard in lacking}
-    # Few workers' shards differ.
+    # Most workers share a few sets of shards: each set is filtered once.
     of_kind: dict[frozenset[Shard], list[Shard]] = {}
     having = defaultdict[int, dict[NodeName, int]](dict)
     for worker, shards in held.items():

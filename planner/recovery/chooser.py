@@ -390,7 +390,7 @@ def _choose(found: Candidates, outlook: Outlook, unit_s: float) -> Answer:
     ]
     if staying is not None and not found.forced:
         stays = staying.phases(found.before)
-        worth = _is_worth(taken, stays, found, scale)
+        worth = _is_worth_it(taken, stays, found, scale)
         stands_s = outlook.switch_s + best.first.late_s
         why = _why_stay(best, staying, found, until_s, stands_s, unit_s, worth=worth)
         if why and found.by_value and storm and storm.is_better(taken.phases, stays):
@@ -422,9 +422,12 @@ def _until_s(ways: Sequence[Sequence[Phase]], outlook: Outlook, staying: Staying
     return max(outlook.left_s, (outlook.left_steps or 0.0) * staying.weighed_s)
 
 
-def _is_worth(taken: _Option, stays: Sequence[Phase], found: Candidates, scale: _Scale) -> bool:
-    """Return whether the option is worth a change by its value. Unless the change has to gain, a
-    risk keeps no node idle, nor does a step that is a little longer."""
+def _is_worth_it(taken: _Option, stays: Sequence[Phase], found: Candidates, scale: _Scale) -> bool:
+    """Return whether the option is worth a change by its value.
+
+    Where that alone does not count, a risk keeps no node idle, nor does a step that is a little
+    longer; but the job has to last beyond the switch.
+    """
     if found.to_gain or found.by_value:
         return taken.value >= scale.value(stays) + scale.close_by
     least = min(map(scale.without_risk, (stays, _longer(stays, taken.course))))

@@ -15,7 +15,7 @@ from oobleck.core.plan import Pipeline, PipelineTemplate, Plan, place
 from oobleck.core.routes import Hop, Route
 from oobleck.core.schedules import SCHEDULES, Schedule
 from oobleck.core.units import comma_separated, count
-from oobleck.planner.cost.estimate import Replays, estimate_step
+from oobleck.planner.cost.estimate import SPLITTING_TIE, Replays, estimate_step
 from oobleck.planner.cost.kinds import Place, pipeline_kinds
 from oobleck.planner.cost.listed import estimate_listed, with_listing
 from oobleck.planner.programs.compiler.proof import prove
@@ -393,31 +393,31 @@ class _Around:
 
 def _best_around(change: Change) -> tuple[Plan, float]:
     """Return the plan of the least step around lost nodes, and that step. Raises PlanInfeasible."""
-    helpers = _helpers(change.plan)
-    listing = [one for one in helpers if one != _NO_HELPERS]
-    if visits(change.plan) <= _LARGE_VISITS or not listing:
-        return _best_of(_around(change, helpers), change)
-    # List scheduling takes most of the time.
-    ways: list[_Around] = []
-    with suppress(PlanInfeasible):
-        ways = _around(change, [_NO_HELPERS])
-    whole_s = min((way.weighed_s for way in ways if not way.listed), default=math.inf)
-    most_s = (1 - _LEAST_LISTED) * whole_s
-    if _split(change.plan, _loads(_unhit(change), _ticks(change))).weighed_s <= most_s:
+    if visits(change.plan) > _LARGE_VISITS:
+        # Re-routes with helpers take most of the time, and seldom promise enough.
         with suppress(PlanInfeasible):
-            ways += [way for way in _around(change, listing) if way.weighed_s <= most_s]
-    with suppress(PlanInfeasible):
-        return _best_of(ways, change)
-    return _best_of(_around(change, listing), change)
+            whole = _around(change, _WHOLE)
+            whole_s = min((way.weighed_s for way in whole if not way.listed), default=math.inf)
+            if _least_helped_s(change) > (1 - _LEAST_LISTED) * whole_s:
+                return _best_of(whole, change)
+    return _best_of(_around(change, _helpers(change.plan)), change)
 
 
 def _best_of(ways: Sequence[_Around], change: Change) -> tuple[Plan, float]:
     """Schedule the ways, and return the plan of the least step, and that step. Raises
     PlanInfeasible."""
     best: tuple[float, Plan, float] | None = None
-    why = PlanInfeasible("no pipeline is left that could take the micro-batches")
-    for around in sorted(ways, key=lambda way: way.weighed_s):
-        if best is not None and around.weighed_s >= best[0]:
+    why: PlanInfeasible | None = None
+    most_s = math.inf
+    if visits(change.plan) > _LARGE_VISITS:
+        whole_s = min((way.weighed_s for way in ways if not way.listed), default=math.inf)
+        most_s = (1 - _LEAST_LISTED) * whole_s
+
+    def is_late(way: _Around) -> bool:
+        return way.listed and way.weighed_s > most_s
+
+    for around in sorted(ways, key=lambda way: (is_late(way), way.weighed_s)):
+        if best is not None and (is_late(around) or around.weighed_s >= best[0]):
             break
         if best is not None and around.becomes(best[1]):
             continue
@@ -431,12 +431,28 @@ def _best_of(ways: Sequence[_Around], change: Change) -> tuple[Plan, float]:
         if best is None or weighed_s < best[0]:
             best = weighed_s, made, step_s
     if best is None:
+        assert why is not None, "each plan is made or refused"
         raise why
     return best[1:]
 
 
+def _least_helped_s(change: Change) -> float:
+    """Return about the least seconds of a list-scheduled step, with the cost of its split
+    backwards: other routes keep their work. 0 where helpers may be workers without any work, for
+    which nothing is list-scheduled."""
+    alive = frozenset(change.live)
+    unhit, hit = list[Route](), list[Route]()
+    for route in change.plan.routes:
+        lives = all(hop.workers[0].node in alive for hop in route.hops)
+        (unhit if lives else hit).append(route)
+    computing = {worker for route in change.plan.routes for h in route.hops for worker in h.workers}
+    if len(hit) > 1 or not computing.issuperset(change.plan.workers):
+        return 0.0
+    return _least_s(_loads(unhit, _ticks(change)), split=True) * (1 + SPLITTING_TIE)
+
+
 def _around(change: Change, numbers: Sequence[tuple[int | None, int]]) -> list[_Around]:
-    """Return plans around lost nodes, with these numbers of helpers (`_helpers`). Raises
+    """Return plans around lost nodes; `numbers`: those of helpers, as `_helpers` has them. Raises
     PlanInfeasible where there is none."""
     plan, alive = change.plan, frozenset(change.live)
     lost = {worker for worker in plan.workers if worker.node not in alive}
@@ -457,40 +473,27 @@ def _around(change: Change, numbers: Sequence[tuple[int | None, int]]) -> list[_
             why = why or infeasible
             continue
         loads = _loads(routed.routes, ticks)
-        found = [_Around(plan=routed, least_s=_least_s(routed, loads))]
+        found = [routed]
         if not listed_routes(routed) and not change.schedule_named:
             # Listed routes have their backwards split where that is faster.
-            found.append(_split(routed, loads))
-        for around in found:
-            ways.setdefault((around.plan.schedule, frozenset(around.plan.routes)), around)
+            found.append(routed.having(schedule="zb-h1"))
+        for each in found:
+            least_s = _least_s(loads, split=splitting_weight(each) > 1)
+            around = _Around(plan=each, least_s=least_s)
+            ways.setdefault((each.schedule, frozenset(each.routes)), around)
     if not ways:
         assert why is not None, "each plan is made or refused"
         raise why
     return list(ways.values())
 
 
-def _split(plan: Plan, loads: Iterable[tuple[int, int]]) -> _Around:
-    """Return the plan with backwards split, not scheduled yet."""
-    split = plan.having(schedule="zb-h1")
-    return _Around(plan=split, least_s=_least_s(split, loads))
-
-
 def _ticks(change: Change) -> Callable[[Hop], int]:
     return hop_ticks(change.profile, change.plan.with_rates(change.rates))
 
 
-def _unhit(change: Change) -> list[Route]:
-    """Return the routes without a lost worker. Re-routing takes no work off them."""
-    alive = frozenset(change.live)
-    return [
-        route
-        for route in change.plan.routes
-        if all(hop.workers[0].node in alive for hop in route.hops)
-    ]
-
-
 def _loads(routes: Iterable[Route], ticks: Callable[[Hop], int]) -> set[tuple[int, int]]:
-    """Return for each worker the ticks of all its work, and the least ones of hops before it."""
+    """Return the different pairs of a worker's ticks of all its work, and the least ticks of the
+    hops before it."""
     load, least = dict[WorkerId, int](), dict[WorkerId, int]()
     for route in routes:
         before = 0
@@ -503,19 +506,20 @@ def _loads(routes: Iterable[Route], ticks: Callable[[Hop], int]) -> set[tuple[in
     return {(load[worker], least[worker]) for worker in load}
 
 
-def _least_s(plan: Plan, loads: Iterable[tuple[int, int]]) -> float:
+def _least_s(loads: Iterable[tuple[int, int]], *, split: bool) -> float:
     """Return a lower bound of the seconds of compute, if a forward is a quarter of a micro-batch's
     time at least.
 
     A worker does all its work. Before that, the hops before compute a forward; after it, backwards
-    that are not split remain on them.
+    that are not `split` remain on them.
     """
-    part = 4 if splitting_weight(plan) > 1 else 1
+    part = 4 if split else 1
     return max((load + before // part for load, before in loads), default=0) / 1e9
 
 
-#: All micro-batches go elsewhere whole.
-_NO_HELPERS = 0, 3
+#: Without helpers other routes take all micro-batches whole. They wait for all three parts of one,
+#: or for one part where backwards are split.
+_WHOLE = ((0, 3), (0, 1))
 #: Most visits of plans for which further numbers of helpers are tried.
 _SMALL_VISITS = 300
 #: Visits of large plans, such as 4,000 micro-batches on pipelines of five or more stages.
@@ -535,8 +539,8 @@ def _helpers(plan: Plan) -> list[tuple[int | None, int]]:
     routes wait: as many as the workers can schedule soon, and none. Small plans try some more."""
     most = MOST_VISITS // max(route.microbatches * len(route.hops) for route in plan.routes)
     if most < len(plan.routes):
-        return [(most - 1, 1), _NO_HELPERS] if most > 1 else [_NO_HELPERS]
+        return [(most - 1, 1), (0, 3)] if most > 1 else [(0, 3)]
     if visits(plan) > _SMALL_VISITS:
-        return [(len(plan.routes), 1), _NO_HELPERS]
+        return [(len(plan.routes), 1), (0, 3)]
     few = [(helpers, waits) for helpers in (1, 2, len(plan.routes)) for waits in (1, 3)]
-    return [(None, 3), *few, _NO_HELPERS]
+    return [(None, 3), *few, (0, 3)]

@@ -23,7 +23,7 @@ from oobleck.core.profile import Profile
 from oobleck.core.routes import Hop, Route
 from oobleck.core.schedules import Schedule
 from oobleck.core.units import format_bytes
-from oobleck.planner.cost.estimate import estimate_step, peak_bytes
+from oobleck.planner.cost.estimate import estimate_step, peak_bytes, shadow_bytes
 from oobleck.planner.cost.listed import estimate_listed, with_listing
 from oobleck.planner.cost.stages import stage_cost
 from oobleck.planner.programs.compiler.schedule import splits_backward
@@ -205,7 +205,8 @@ def _settled(plan: Plan, now: Situation) -> tuple[Plan, float]:
     """Return the settled plan of whole routes, and its step time. Raises PlanInfeasible."""
     final = settled(keep_schedule(plan, now.profile), now.profile)
     estimate = estimate_step(final, now.profile, tied=now.tied, replays=now.replays)
-    check_room(estimate.peak_bytes, now)
+    # The estimate lacks workers that compute nothing.
+    check_room(max([estimate.peak_bytes, *shadow_bytes(final, now.profile).values()]), now)
     return final, estimate.step_s
 
 
