@@ -14,11 +14,7 @@ from oobleck.core.profile import Profile, message_s
 from oobleck.core.routes import Hop, HopTicks, Listing, Route
 from oobleck.core.ties import Ties
 from oobleck.planner.cost.ends import plan_end_s, summed_ends_s, updated_s
-from oobleck.planner.cost.estimate import (
-    Replays,
-    shadow_bytes,
-    stage_peak_bytes,
-)
+from oobleck.planner.cost.estimate import Replays, shadow_bytes, stage_peak_bytes
 from oobleck.planner.cost.kinds import Place, pipeline_kinds, replicas
 from oobleck.planner.cost.stages import StageCost, cost_of, idle_bytes, stage_cost
 from oobleck.planner.programs.listing.schedule import Foreseen, foreseen, listed_routes

@@ -423,10 +423,10 @@ def _until_s(ways: Sequence[Sequence[Phase]], outlook: Outlook, staying: Staying
 
 
 def _is_worth_it(taken: _Option, stays: Sequence[Phase], found: Candidates, scale: _Scale) -> bool:
-    """Return whether the option is worth a change by its value.
+    """Return whether the option is worth a change from a plan that `stays`.
 
-    Where that alone does not count, a risk keeps no node idle, nor does a step that is a little
-    longer; but the job has to last beyond the switch.
+    Where nodes join, neither a risk nor a step that is a little longer keeps them idle, if the job
+    lasts beyond the switch.
     """
     if found.to_gain or found.by_value:
         return taken.value >= scale.value(stays) + scale.close_by

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from oobleck.core.errors import PlanInfeasible
-from oobleck.core.ids import Generation, WorkerId
+from oobleck.core.ids import Generation, NodeName, WorkerId
 from oobleck.core.plan import Plan
+from oobleck.core.profile import Profile
 from oobleck.core.routes import Route
 from oobleck.planner.cost.estimate import peak_bytes
 from oobleck.planner.programs.listing.schedule import listed_routes
@@ -27,6 +28,19 @@ from support.profiles import profile_of
 from support.routes import equal_pipelines
 
 
+def loss_of(lost: NodeName, plan: Plan, profile: Profile) -> Change:
+    return Change(
+        plan=plan,
+        base=plan,
+        live=tuple(node for node in plan.nodes if node != lost),
+        generation=Generation(2),
+        templates={},
+        profile=profile,
+        fault_tolerance=1,
+        tied=False,
+    )
+
+
 def random_loss(rng: random.Random) -> Change:
     """Three pipelines of two or three stages, of which one loses a node."""
     stages = rng.randint(2, 3)
@@ -37,17 +51,7 @@ def random_loss(rng: random.Random) -> Change:
     times = [rng.choice((0.01, 0.01, rng.uniform(0.005, 0.02))) for _ in range(layers)]
     profile = profile_of(times, activation=10)
     room = peak_bytes(plan, profile) + rng.choice((0, 20, 1000))
-    lost = rng.choice(plan.nodes)
-    return Change(
-        plan=plan,
-        base=plan,
-        live=tuple(node for node in plan.nodes if node != lost),
-        generation=Generation(2),
-        templates={},
-        profile=replace(profile, gpu_memory_bytes=room),
-        fault_tolerance=1,
-        tied=False,
-    )
+    return loss_of(rng.choice(plan.nodes), plan, replace(profile, gpu_memory_bytes=room))
 
 
 def every_spread(asked: Change, most: int) -> Iterator[Plan]:
@@ -105,17 +109,8 @@ def test_the_spread_is_the_best_of_all(
 def large_loss(pipelines: int, microbatches: int, *, stage: int) -> Change:
     """Pipelines of two equal stages and a light one, of which the first loses a stage."""
     plan = plan_of_cuts(*(([1, 1, 1], microbatches) for _ in range(pipelines)))
-    lost = plan.pipelines[0].nodes[stage]
-    return Change(
-        plan=plan,
-        base=plan,
-        live=tuple(node for node in plan.nodes if node != lost),
-        generation=Generation(2),
-        templates={},
-        profile=replace(profile_of([0.03, 0.03, 0.01], activation=10), gpu_memory_bytes=10**12),
-        fault_tolerance=1,
-        tied=False,
-    )
+    profile = replace(profile_of([0.03, 0.03, 0.01], activation=10), gpu_memory_bytes=10**12)
+    return loss_of(plan.pipelines[0].nodes[stage], plan, profile)
 
 
 @pytest.mark.parametrize(
@@ -140,7 +135,7 @@ def test_in_a_large_plan_peers_help_where_that_promises_enough(
 
     monkeypatch.setattr(worth, "reroute", counted)
     made = by_reroute(asked)
-    assert (3 in tried) == (pipelines == 3)
+    assert any(tried) == (pipelines == 3)
     assert bool(listed_routes(made.found.plan)) == helped
     monkeypatch.setattr(worth, "_LARGE_VISITS", math.inf)
     assert made.step_s <= by_reroute(asked).step_s * 1.001
